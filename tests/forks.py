@@ -24,6 +24,9 @@ PRELOADED = (
     *("torch.testing", "tpplan", "tpplan.verify.verify"),
 )
 
+#: packages whose modules take seconds to import, in each rank anew, once a test has imported them
+FOLLOWED = ("transformers",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
@@ -47,7 +50,7 @@ class Surroundings:
 @functools.cache
 def fork_server() -> ForkServer[[Surroundings, bytes], object]:
     """The server of this process, started at the first call, which must come before any backward."""
-    return ForkServer(called, preload=PRELOADED)
+    return ForkServer(called, preload=PRELOADED, follow=FOLLOWED)
 
 
 def in_fork(function: Callable[..., Result], *args: object) -> Result:

@@ -32,8 +32,12 @@ class ForkServer(Generic[Parameters, Result]):
     when the call is interrupted, and when the process that started the server ends.
     """
 
-    def __init__(self, function: Callable[Parameters, Result], preload: Sequence[str] = ()) -> None:
-        """Starts the server, which imports the modules named in preload."""
+    def __init__(
+        self, function: Callable[Parameters, Result], preload: Sequence[str] = (), follow: Sequence[str] = ()
+    ) -> None:
+        """Starts the server, which imports the modules named in preload. Of the packages named in follow it imports
+        those modules that its starter has imported by the time of a call."""
+        self._follow, self._followed = frozenset(follow), set[str]()
         self._socket, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -60,6 +64,7 @@ class ForkServer(Generic[Parameters, Result]):
             try:
                 with theirs:
                     socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])
+                ours.send_bytes(pickle.dumps(self._imported_since()))
                 ours.send_bytes(pickle.dumps((args, kwargs)))
                 has_returned, outcome = pickle.loads(ours.recv_bytes())
             except (EOFError, ConnectionError) as error:
@@ -68,6 +73,12 @@ class ForkServer(Generic[Parameters, Result]):
             raise outcome
         result: Result = outcome
         return result
+
+    def _imported_since(self) -> list[str]:
+        """The modules to follow that this process has imported since the last call."""
+        found = [m for m in sys.modules if m.partition(".")[0] in self._follow and m not in self._followed]
+        self._followed.update(found)
+        return found
 
     def close(self) -> None:
         """Ends the server."""
@@ -82,8 +93,7 @@ def _live(control: socket.socket, function: Callable[..., Any], preload: Sequenc
         os.setsid()  # it outlives an interrupt from the terminal and a kill of its parent's group, to end its worker
         for name in preload:
             importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # a search in a fork would write to, and so copy, all that it shares with the server
+        _freeze()
         _serve(control, function)
         code = 0
     except BaseException:
@@ -99,9 +109,11 @@ def _serve(control: socket.socket, function: Callable[..., Any]) -> None:
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         with Connection(descriptors[0]) as connection:
             try:
+                modules = pickle.loads(connection.recv_bytes())
                 arguments = connection.recv_bytes()
             except (EOFError, OSError):  # the caller is gone
                 continue
+            _import(modules)
             worker = context.Process(target=_work, args=(connection, function, arguments))
             worker.start()
             wait([worker.sentinel, connection])  # nothing more is sent: the connection is ready when the caller is gone
@@ -110,6 +122,21 @@ def _serve(control: socket.socket, function: Callable[..., Any]) -> None:
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.join()
             worker.close()
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Imports modules for all that is forked from now on; what cannot be imported here is left to who needs it."""
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    if modules:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Spares a fork Python's searches for garbage, which would write to, and so copy, all that it shares."""
+    gc.collect()
+    gc.freeze()
 
 
 def _work(connection: Connection, function: Callable[..., Any], arguments: bytes) -> None:

@@ -1,5 +1,6 @@
 """Processes forked by a server: results, errors, and nothing left behind, however the caller ends."""
 
+import importlib
 import multiprocessing
 import os
 import select
@@ -67,6 +68,31 @@ def assert_all_end(reader: int) -> None:
 def test_each_call_runs_in_a_process_of_its_own(server: ForkServer[..., object]) -> None:
     pids = {server(os.getpid) for _ in range(3)}
     assert len(pids | {os.getpid()}) == 4
+
+
+def imported(name: str) -> bool:
+    return name in sys.modules
+
+
+def test_a_module_imported_since_is_imported_once_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "followed.py").write_text("import os\npid = os.getpid()\n")
+    (tmp_path / "left.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ForkServer(apply, follow=("followed", "gone")) as server:
+        assert not server(imported, "followed")
+        importlib.import_module("followed")
+        importlib.import_module("left")
+        monkeypatch.setitem(sys.modules, "gone", sys)  # as a module that its starter alone can import
+        assert server(imported, "followed")
+        assert server(own_pid_of, "followed") == server(own_pid_of, "followed") != os.getpid()
+        assert not server(imported, "left")
+    monkeypatch.delitem(sys.modules, "followed")
+    monkeypatch.delitem(sys.modules, "left")
+
+
+def own_pid_of(name: str) -> int:
+    pid: int = sys.modules[name].pid
+    return pid
 
 
 def test_an_error_is_raised_with_where_it_came_from(server: ForkServer[..., object]) -> None:
