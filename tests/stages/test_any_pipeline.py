@@ -19,11 +19,21 @@ from tpplan.search.points.options import Options
 MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
 CLUSTER = tpplan.Cluster(gpus=4, gpus_per_node=4, profile=MACHINE)
 BATCH = 8
+#: a limit in bytes under which the model must be cut; tried at a micro-batch that is given
+LIMIT = 0.345e6
+MICRO_BATCH: dict[float | None, int | None] = {None: None, LIMIT: 1, 1e4: 8}
 
 
 def found(limit: float | None) -> Plan | PipelinePlan:
     return tpplan.solve_any(
-        Stack, text, cluster=CLUSTER, global_batch=BATCH, seq_len=LENGTH, options=options(limit), prove=False
+        Stack,
+        text,
+        cluster=CLUSTER,
+        global_batch=BATCH,
+        seq_len=LENGTH,
+        micro_batch=MICRO_BATCH[limit],
+        options=options(limit),
+        prove=False,
     )
 
 
@@ -42,6 +52,7 @@ def in_stages(parts: int, virtual: int, limit: float | None) -> float:
             cluster=CLUSTER,
             global_batch=BATCH,
             seq_len=LENGTH,
+            micro_batch=MICRO_BATCH[limit],
             options=options(limit),
             prove=False,
         )
@@ -58,6 +69,7 @@ def whole(limit: float | None) -> float:
             cluster=CLUSTER,
             global_batch=BATCH,
             seq_len=LENGTH,
+            micro_batch=MICRO_BATCH[limit] or "auto",
             loss=loss,
             precision=Precision.FP32,
             memory_limit_bytes=limit,
@@ -67,7 +79,7 @@ def whole(limit: float | None) -> float:
         return math.inf
 
 
-@pytest.mark.parametrize("limit", [None, pytest.param(0.345e6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [None, pytest.param(LIMIT, marks=pytest.mark.long)])
 def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
     every[1, 1] = whole(limit)
@@ -85,6 +97,11 @@ def test_the_plan_says_why_the_model_is_not_cut(build: type[Stack], precision: P
     plan = tpplan.solve_any(build, text, cluster=CLUSTER, global_batch=BATCH, seq_len=LENGTH, options=own, prove=False)
     assert isinstance(plan, Plan)
     assert any(line.startswith("stages that cannot be had") and why in line for line in plan.solver.unsearched or ())
+
+
+def test_where_nothing_fits_the_error_says_what_is_missing() -> None:
+    with pytest.raises(InfeasibleError, match=r"the smallest needs .* too much"):
+        found(1e4)
 
 
 @pytest.mark.parametrize("parts", ["1", "auto"])

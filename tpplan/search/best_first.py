@@ -113,6 +113,8 @@ def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> No
         stage = solvers.request.stage
         if stage is not None and not solvers.request.pins:  # what would help is for all stages to say
             raise InfeasibleError(f"no plan of stage {stage.index} fits beside {format_bytes(stage.beside_bytes)}")
+        if not solvers.request.is_explained:
+            raise InfeasibleError(f"no plan fits {format_bytes(solvers.request.limit)} per GPU")
         raise unkept(solvers, left) or infeasible(solvers, left)
     (size, _, ep), first = next(iter(known.without.items()))
     solver = solvers.by_ep[ep]

@@ -63,7 +63,9 @@ class _Answer:
         return plan_of(self.solver, self.assignment, self.priced, size, self.certificate, status, rounds)
 
     def explained(self, plan: Plan) -> Plan:
-        """The plan with reasons of what stays whole."""
+        """The plan with reasons of what stays whole, where the request asks for them."""
+        if not self.solver.request.is_explained:
+            return plan
         return with_reasons(plan, self.solver, self.best, self.traced, self.priced)
 
 

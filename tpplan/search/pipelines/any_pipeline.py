@@ -7,6 +7,7 @@ drains, so that a shape whose bound is not below the best plan is left out. The 
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
@@ -47,11 +48,8 @@ def solve_any(
     batch, reuse = Batch(global_batch, micro_batch, seq_len), Reuse()
     request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
     whole: Plan | None = None
-    error: InfeasibleError | None = None
-    try:
-        whole = solve_request(request, options, reuse, prove=prove)
-    except InfeasibleError as unfit:
-        error = unfit
+    with suppress(InfeasibleError):
+        whole = solve_request(replace(request, is_explained=False), options, reuse, prove=prove)
     solver = StageSolver(
         build_model=build_model,
         example_inputs=example_inputs,
@@ -64,10 +62,7 @@ def solve_any(
     pace = one.pace(sorted({point.micro_batch for point in points}))
     best, left = _fastest(solver, pace, whole, progress)
     if best is None:
-        if whole is None:
-            assert error is not None
-            raise error
-        return _saying(whole, left)
+        return _saying(whole or solve_request(request, options, reuse, prove=prove), left)
     found = Search(solver=solver, shape=best, progress=progress).found(prove=prove)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
         return _saying(whole, left)

@@ -88,7 +88,7 @@ class AllStages:
         for stage in self.stages:
             kind = self.kind(stage)
             if kind not in own:
-                plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[kind], prove=False)
+                plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind])
                 if plan is None:
                     return None
                 own[kind] = plan

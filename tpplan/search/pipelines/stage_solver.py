@@ -44,6 +44,7 @@ class StageSolver:
     options: Options
     reuse: Reuse = field(default_factory=Reuse)
     _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
+    _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
 
     # The whole model
@@ -118,20 +119,34 @@ class StageSolver:
         """The plan of a stage beside which its rank holds something; None where none fits."""
         key = degrees, shape.parts, stage, beside, prove
         if key not in self._solved:
-            self._solved[key] = self._solve(degrees, shape, stage, beside, prove=prove)
+            self._solved[key] = self._solve(degrees, shape, stage, beside, prove=prove, is_explained=True)
         return self._solved[key]
+
+    def tried(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held) -> Plan | None:
+        """The unproven plan of a stage, without the reasons of what stays whole; None where none fits."""
+        key = degrees, shape.parts, stage, beside
+        if key not in self._tried:
+            self._tried[key] = self._solve(degrees, shape, stage, beside, prove=False, is_explained=False)
+        return self._tried[key]
 
     def decided(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held) -> Degrees | None:
         """The degrees with the FSDP degree that a stage chooses; None where the stage does not fit."""
-        plan = self.solved(degrees, shape, stage, beside, prove=False)
+        plan = self.tried(degrees, shape, stage, beside)
         if plan is None:
             return None
         found = replace(degrees, fsdp=plan.mesh.shard)
-        self._solved[found, shape.parts, stage, beside, False] = plan
+        self._tried[found, shape.parts, stage, beside] = plan
         return found
 
     def _solve(
-        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool
+        self,
+        degrees: Degrees,
+        shape: PipelineShape,
+        stage: StagePlan,
+        beside: Held,
+        *,
+        prove: bool,
+        is_explained: bool,
     ) -> Plan | None:
         options = replace(
             self.options,
@@ -144,7 +159,7 @@ class StageSolver:
         batch = replace(self.batch, micro_batch=degrees.micro_batch)
         request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)
         try:
-            return solve_request(request, options, self.reuse, prove=prove)
+            return solve_request(replace(request, is_explained=is_explained), options, self.reuse, prove=prove)
         except InfeasibleError as error:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
             return None

@@ -29,7 +29,8 @@ class Request:
 
     `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
     `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
-    rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree.
+    rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree. With `is_explained` the plan says why
+    modules stay whole, or the error what would help where none fits, which may take longer than the search.
     """
 
     subject: Subject
@@ -51,6 +52,7 @@ class Request:
     pins: tuple[Pin, ...] = ()
     stage: StagePlan | None = None
     sharded_beside_bytes: float = 0.0
+    is_explained: bool = True
 
     @property
     def precision(self) -> Precision:
