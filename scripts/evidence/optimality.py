@@ -4,9 +4,9 @@
 
 A sample is a plan on the mesh that solve chose, and takes no account of what solve forbade: half of them are optima
 under perturbed prices with some decisions forced, half local edits of the best plan (one decision forced to another
-strategy, the rest as good as it can be). Each is priced under the true prices. One that is below the bound is proven as
-solve proves; what cannot be is changed at one of the decisions that are blamed, drawn at random, until it can or is no
-longer below.
+strategy, the rest as good as it can be), or the best plan found where that takes longer than SOLVE_LIMIT_S. Each is
+priced under the true prices. One that is below the bound is proven as solve proves; what cannot be is changed at one of
+the decisions that are blamed, drawn at random, until it can or is no longer below.
 
 Prints a row per model. Exit code 4 where a proven plan is more than TOLERANCE below the bound. With --results a file
 keeps the rows, and models that are in it are left out.
@@ -29,6 +29,7 @@ from rich.table import Table
 
 import tpplan
 from tpplan import solvers
+from tpplan.core.errors import SolverError
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.plan import Plan
@@ -53,6 +54,8 @@ NOISE = (0.01, 0.1, 0.5)
 MOST_DRAWS = 4
 #: counterexamples of one sample before it is given up
 MOST_CHANGES = 8
+#: seconds for solving a draw: where memory binds, knowing that a plan is the optimum may take minutes
+SOLVE_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,12 @@ class Sampler:
         if wrong:
             rows = (*rows, Resource(name="drawn", terms=tuple(wrong), limit=0.0))
         objective = tuple(self._perturbed(term, noise) for term in problem.objective)
-        return solvers.solve(replace(problem, objective=objective, resources=rows)).choice
+        try:
+            return solvers.solve(
+                replace(problem, objective=objective, resources=rows), time_limit_s=SOLVE_LIMIT_S
+            ).choice
+        except SolverError:  # none was found in time
+            return None
 
     def _perturbed(self, term: Term, noise: float) -> Term:
         return replace(term, weight=term.weight * math.exp(self.rng.gauss(0.0, noise))) if noise else term
