@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 WITHOUT_TORCH = (
     "core",
     "solvers",
+    "plan/sections",
     "plan",
     "plan/report",
     "page",

@@ -32,7 +32,7 @@ from tpplan.core.errors import PlanError, PlanMismatchError
 from tpplan.core.graph import LEFT_AT, within
 from tpplan.core.layout import ROWS, LayoutKind, S, fits
 from tpplan.core.mesh import Axis
-from tpplan.core.name_patterns import ROOT
+from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import labelled, local_part, spec_of
@@ -271,7 +271,7 @@ def module_styles(
         parameters = plan.scalars_beside_fsdp() | own
     if not parameters and plan.mesh.tp == 1:
         return {}
-    boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
+    boundaries = {module_name(name): boundary for name, boundary in plan.boundary_plans().items()}
     sharded_outputs = _sharded_outputs(plan)
     owned: dict[str, dict[str, tuple[str, ParameterPlan]]] = {}
     readers: set[str] = set()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, ModelGraph, Op, Source, SourceKind, Value, within
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, R, can_convert, fits
-from tpplan.core.name_patterns import ROOT
+from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.readings import sliced_buffers
 from tpplan.layouts.rules import OPAQUE, written_operands
@@ -34,7 +34,7 @@ class PlanEntries:
         self.opaque = frozenset(plan.opaque_modules())
         self.recomputed = plan.recomputed_modules()
         self.sized = plan.size_plans().keys()
-        boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
+        boundaries = {module_name(name): boundary for name, boundary in plan.boundary_plans().items()}
         self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
         self.copies = why_copies(plan.mesh, plan.precision)

@@ -25,8 +25,8 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
-from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
+from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.structure import Original, digest_of, find_difference
 from tpplan.search.like_calls import LikeCalls

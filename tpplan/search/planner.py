@@ -8,7 +8,7 @@ from typing import Literal
 from tpplan.core.errors import PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
-from tpplan.core.name_patterns import ROOT
+from tpplan.core.name_patterns import module_name
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
@@ -216,6 +216,6 @@ def price(
 def _repriced(plan: Plan, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
     """The plan's modules that run whole, with other seconds by module."""
     return {
-        key: replace(whole, seconds=max(seconds.get("" if name == ROOT else name, 0.0) for name, _ in plan.expand(key)))
+        key: replace(whole, seconds=max(seconds.get(module_name(name), 0.0) for name, _ in plan.expand(key)))
         for key, whole in (plan.opaque or {}).items()
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
-from tpplan.core.name_patterns import ROOT, holders
+from tpplan.core.name_patterns import ROOT, holders, module_name
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.memory_replay import memory
@@ -161,7 +161,7 @@ def _static_problems(plan: Plan, traced: Traced, prints: Fingerprints | None) ->
     modules = {name for name, _ in traced.model.named_modules(remove_duplicate=False)}
     for section, keys in _named_modules(plan).items():
         for place, key in keys:
-            missing = next((name for name, _ in plan.expand(key) if _plain(name) not in modules), None)
+            missing = next((name for name, _ in plan.expand(key) if module_name(name) not in modules), None)
             if missing is not None:
                 yield f"{section}{place}: the model has no module {missing!r}"
     yield from _unit_problems(plan)
@@ -194,15 +194,12 @@ def _unit_problems(plan: Plan) -> Iterator[str]:
     """Yields FSDP units in a wrong order: a module is sharded once, and modules inside it before it."""
     seen: set[str] = set()
     for position, key in enumerate(plan.fsdp.units):
-        for name, _ in plan.expand(key):
-            around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
+        for written, _ in plan.expand(key):
+            name = module_name(written)
+            around = next((other for other in (name, *holders(name)) if other in seen), None)
             if around is not None:
-                yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it: move it before"
-            seen.add(_plain(name))
-
-
-def _plain(name: str) -> str:
-    return "" if name == ROOT else name
+                yield f"fsdp.units[{position}]: {written} comes after {around or ROOT}, which holds it: move it before"
+            seen.add(name)
 
 
 # ---- what follows from layouts

@@ -11,7 +11,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import master_bytes
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.planner import solve_request
