@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
@@ -103,7 +104,7 @@ def plan_of(
         predicted=priced.predicted,
         solver=certificate,
         fingerprints=Fingerprints(
-            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
+            parameters=parameters_fingerprint(rows), graph=graph_fingerprint(graph), inputs=input_shapes(traced.inputs)
         ),
         proof=ProofReport(
             status=status,

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
@@ -224,7 +225,7 @@ def assumptions(
                 if _is_raised_by_model(error.__cause__):
                     continue
             else:
-                if other.fingerprint == graph.fingerprint:
+                if graph_fingerprint(other) == graph_fingerprint(graph):
                     continue
         found.append(f"{where} is {answer}")
     return tuple(found)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.name_patterns import ROOT, holders, module_name
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
@@ -120,7 +121,7 @@ def _fingerprints(traced: Traced) -> Fingerprints:
         parameters=parameters_fingerprint(
             {name: (whole_shape(traced.model, name, w), w.requires_grad) for name, w in rows}
         ),
-        graph=traced.graph.fingerprint,
+        graph=graph_fingerprint(traced.graph),
         inputs=input_shapes(traced.inputs),
     )
 

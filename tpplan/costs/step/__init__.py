@@ -3,5 +3,5 @@
 In: priced decisions, a mesh, the settings of training. Out: `Formulation`, the ILP of a mesh; of an assignment its
 collectives, its seconds by part, and the timeline of its memory, replayed op by op.
 
-Imports: core, layouts, machine, plan, solvers; costs, costs/runs.
+Imports: apply, core, layouts, machine, plan, solvers; costs, costs/runs.
 """

@@ -7,7 +7,7 @@ one, and `tpplan verify` counts what ranks issue against it.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES, bucketed
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Boundary, Op, Source
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, SourceKind
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh

@@ -6,7 +6,7 @@ A recomputed module runs its forward again when backward reaches its end. tpplan
 own memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and states.
 """
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.runs.execute import Executor

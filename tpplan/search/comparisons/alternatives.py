@@ -17,6 +17,7 @@ from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError, VerificationError
 from tpplan.core.graph import ModelGraph
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import R_STAR
 from tpplan.core.mesh import Mesh, meshes
 from tpplan.core.units import GIB, format_bytes
@@ -254,6 +255,8 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
             raise
         return None
     graph = next(
-        trace.graph for trace in problem.reuse.traces.values() if trace.graph.fingerprint == plan.fingerprints.graph
+        trace.graph
+        for trace in problem.reuse.traces.values()
+        if graph_fingerprint(trace.graph) == plan.fingerprints.graph
     )
     return PlanKind(plan=plan, styles=styles_of(graph, plan))
