@@ -31,7 +31,16 @@ WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace/whole", "experts", "stages", "trace"),
     *("apply/collectives", "apply/modules", "apply", "train", "costs/runs", "costs"),
     *("costs/step", "measure", "prove"),
-    *("search/points", "search", "search/pipelines", "search/comparisons", "anatomy", "verify", "trial"),
+    *(
+        "search/models",
+        "search/points",
+        "search",
+        "search/pipelines",
+        "search/comparisons",
+        "anatomy",
+        "verify",
+        "trial",
+    ),
     *("exporters", "commands/terminal", "commands"),
 )
 ROOMS = WITHOUT_TORCH + WITH_TORCH

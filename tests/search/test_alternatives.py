@@ -32,8 +32,8 @@ from tpplan.search.comparisons.alternatives import (
     why_not,
 )
 from tpplan.search.comparisons.cluster_sizing import counts_up_to, size, smallest
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse
 
 MLP = example("mlp")
 

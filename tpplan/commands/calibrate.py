@@ -16,7 +16,7 @@ from tpplan.commands.terminal.verbs import add_verb
 from tpplan.commands.try_plans import calibration_lines, chosen_lines, profile_of, write_calibrated
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -23,8 +23,8 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.plan import CollectivePlan, Plan
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
-from tpplan.search.points.model_spec import ModelSpec, is_model
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -140,8 +140,8 @@ def _solve_again(
     lines: list[str],
 ) -> int:
     from tpplan.search.comparisons.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.models.trace_cache import Reuse
     from tpplan.search.points.options import Cluster
-    from tpplan.search.points.trace_cache import Reuse
 
     cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
     problem = Problem(

@@ -19,8 +19,8 @@ from tpplan.core.units import format_seconds
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import gib
-from tpplan.search.points.model_spec import ModelSpec, is_model
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

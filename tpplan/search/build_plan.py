@@ -52,8 +52,8 @@ from tpplan.plan.plan import (
     SolverReport,
     StagePlan,
 )
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.point_solver import PointSolver
-from tpplan.search.points.trace_cache import Traced
 from tpplan.search.tp_shares import tp_shares
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import path_of

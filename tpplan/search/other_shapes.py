@@ -30,7 +30,7 @@ from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_throug
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.structure import Original, digest_of, find_difference
 from tpplan.search.like_calls import LikeCalls
-from tpplan.search.points.trace_cache import TraceCache, Traced
+from tpplan.search.models.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, path_of
 from tpplan.trace.whole.opaque import Opaques

@@ -20,20 +20,13 @@ from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
 from tpplan.search.expert_degrees import every_degree
+from tpplan.search.models.model_spec import length_of, takes_batch_alone
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.points.mesh_points import Point, applicable, points_of
-from tpplan.search.points.model_spec import length_of, takes_batch_alone
-from tpplan.search.points.options import (
-    Allows,
-    Batch,
-    BuildModel,
-    Cluster,
-    ExampleInputs,
-    Options,
-    Progress,
-)
+from tpplan.search.points.options import Allows, Batch, Cluster, Options, Progress
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
@@ -87,7 +80,7 @@ def solve(
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
     modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which
     strategies of a decision may be chosen.
-    `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
+    `reuse` is what several calls for one model share (tpplan.search.models.trace_cache). Raises ModelError,
     ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     options = Options(

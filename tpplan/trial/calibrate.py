@@ -18,10 +18,11 @@ from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Compile, Plan
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.subject import Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.planner import solve
-from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 
 MATMULS, OVERLAP = "matmul_slowdown", "overlap_slowdown"
 #: name of a fitted number -> what it is

@@ -32,9 +32,9 @@ from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan
 from tpplan.plan.proof_hash import as_proven
 from tpplan.prove.structure import find_difference
 from tpplan.search.build_plan import input_shapes
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.other_shapes import other_shapes
-from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache, Traced
 from tpplan.search.tp_shares import counted_again
 from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import Issued, listed
