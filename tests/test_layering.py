@@ -30,7 +30,7 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace/whole", "experts", "stages", "trace"),
     *("apply/collectives", "apply/modules", "apply", "train", "costs/runs", "costs"),
-    *("costs/step", "measure", "prove"),
+    *("costs/step", "costs/prediction", "measure", "prove"),
     *(
         "search/models",
         "search/points",

@@ -16,7 +16,7 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import meshes
 from tpplan.core.units import GIB
-from tpplan.costs.step.step_time import model_flop
+from tpplan.costs.prediction.step_time import model_flop
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import memory_differences, time_differences

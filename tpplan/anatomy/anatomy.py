@@ -3,8 +3,8 @@
 from tpplan.anatomy.timeline import timeline
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.units import format_bytes, format_seconds
-from tpplan.costs.step.memory_replay import course
-from tpplan.costs.step.step_time import formulated
+from tpplan.costs.prediction.memory_replay import course
+from tpplan.costs.prediction.step_time import formulated
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile

@@ -4,9 +4,9 @@ The solution of an ILP makes an assignment (tpplan.costs.step.formulate), a plan
 plan is written from one (tpplan.layouts.plan_sections). It needs no prices, no profile and no solver. From it follow:
 
     prove(assignment, model)            proof or counterexample             tpplan.prove.structure
-    collectives(lifetimes)              what a rank sends in a step         tpplan.costs.step.collectives_of_step
-    memory(lifetimes)                   the timeline of memory, its peak    tpplan.costs.step.memory_replay
-    step_time(assignment, profile)      seconds of a step by part           tpplan.costs.step.step_time
+    collectives(lifetimes)              what a rank sends in a step         tpplan.costs.prediction.collectives_of_step
+    memory(lifetimes)                   the timeline of memory, its peak    tpplan.costs.prediction.memory_replay
+    step_time(assignment, profile)      seconds of a step by part           tpplan.costs.prediction.step_time
 """
 
 from collections.abc import Iterator, Mapping

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.costs.step.step_time import Priced, price
+from tpplan.costs.prediction.step_time import Priced, price
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.plan import Plan, ProofStatus, SolverReport
 from tpplan.plan.proof_hash import as_proven

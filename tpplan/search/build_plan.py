@@ -12,8 +12,8 @@ from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
-from tpplan.costs.step.memory_replay import bytes_between
-from tpplan.costs.step.step_time import Priced
+from tpplan.costs.prediction.memory_replay import bytes_between
+from tpplan.costs.prediction.step_time import Priced
 from tpplan.experts.expert_share import Division
 from tpplan.experts.row_wise import ROW_WISE
 from tpplan.layouts.assignment import Assignment

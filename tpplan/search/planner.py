@@ -9,10 +9,10 @@ from tpplan.core.errors import PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
-from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.memory_replay import memory
+from tpplan.costs.prediction.step_time import price as price_assignment
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.step_time import price as price_assignment
 from tpplan.experts.expert_share import whole_shape
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile

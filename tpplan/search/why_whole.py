@@ -10,7 +10,7 @@ from functools import cached_property
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.core.units import format_seconds
-from tpplan.costs.step.step_time import Priced
+from tpplan.costs.prediction.step_time import Priced
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.rules import OPAQUE, Call, Strategy, call_strategies, has_rule

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.costs.step.step_time import step_time
+from tpplan.costs.prediction.step_time import step_time
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan

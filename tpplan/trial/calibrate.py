@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.costs.step.step_time import step_time
+from tpplan.costs.prediction.step_time import step_time
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile

@@ -17,10 +17,10 @@ from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.name_patterns import ROOT, holders, module_name
-from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.collectives_of_step import collectives
-from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.step_time import with_peak
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.collectives_of_step import collectives
+from tpplan.costs.prediction.memory_replay import memory
+from tpplan.costs.prediction.step_time import with_peak
 from tpplan.experts.expert_share import whole_shape
 from tpplan.experts.row_wise import why_not_divided
 from tpplan.layouts.assignment import Assignment

@@ -1,8 +1,8 @@
 """The memory constraint: a row of the ILP for each moment of a step at which a rank may hold most.
 
-A step replayed op by op (tpplan.costs.step.memory_replay) has its peak in one of these moments, and each row is at
-least what the replay finds there. L is what lasts throughout: parameters, states, inputs, slack, and the gradients of
-earlier micro-batches.
+A step replayed op by op (tpplan.costs.prediction.memory_replay) has its peak in one of these moments, and each row is
+at least what the replay finds there. L is what lasts throughout: parameters, states, inputs, slack, and the gradients
+of earlier micro-batches.
 
     at the loss         L + all saved activations + the most around the layers
     in a layer          L + all saved activations but those that only later nodes read + what a layer recomputes + the
