@@ -17,7 +17,7 @@ from tpplan.search.planner import prepare
 from tpplan.search.points.options import Batch, Options
 from tpplan.search.points.point_solver import Solvers
 from tpplan.search.points.request import Request
-from tpplan.trace.varying_dims import varying_as
+from tpplan.trace.answers.varying_dims import varying_as
 
 GPUS, EXPERTS, LENGTH = 8, 16, 12
 MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")

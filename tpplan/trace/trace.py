@@ -24,6 +24,7 @@ from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
+from tpplan.trace.answers.varying_dims import varying_as, with_varying
 from tpplan.trace.boundary_marks import BoundaryHook, BoundaryMarks, boundaries_marked
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import (
@@ -39,7 +40,6 @@ from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
-from tpplan.trace.varying_dims import varying_as, with_varying
 from tpplan.trace.whole.opaque import Opaques, recording
 
 logger = logging.getLogger(__name__)
