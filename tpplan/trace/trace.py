@@ -123,8 +123,8 @@ def trace(
 
     inputs: what example_inputs gives; entries of a mapping that forward does not take go to the loss alone.
     cast: changes each tensor before it crosses a boundary, as FSDP's mixed precision does.
-    doings: of a model that a plan was applied to, doings(module name) is what the plan does inside the module. Layers
-        that are alike, and under equal doings, are traced once.
+    plan_digest: of a model that a plan was applied to, plan_digest(module name) is what the plan does inside the
+        module. Layers that are alike, and for which it is equal, are traced once.
     otherwise: numbers of the code's yes-or-no questions about values of inputs that are answered the other way.
     opaques: the modules that run whole, each as one operator.
     fresh: gives another copy of the model, in which nothing has run yet, for each further run.
