@@ -97,7 +97,7 @@ class GraphReader:
         """The graph of the whole program. is_compared: it is only compared with another node by node, and says neither
         which values are read nor which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
-        outputs = self._walk(self.program.graph_module, names)
+        outputs = self._walk(names)
         num_returned = len(outputs) - len(self.program.left)
         tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
         leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
@@ -149,16 +149,15 @@ class GraphReader:
             storage=storage,
         )
 
-    def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
-        """Reads the nodes of one graph in order. Returns its outputs."""
-        for node in module.graph.nodes:
+    def _walk(self, names: dict[str, Argument]) -> list[Argument]:
+        """Reads the program's nodes in order. Returns its outputs."""
+        for node in self.program.graph_module.graph.nodes:
             match node.op:
                 case "placeholder":
                     continue
                 case "get_attr" | "call_function":
-                    read = self._attribute if node.op == "get_attr" else self._call
                     try:
-                        names[node.name] = read(module, node, names)
+                        names[node.name] = self._attribute(node) if node.op == "get_attr" else self._call(node, names)
                     except UnreadableError:
                         raise
                     except ModelError as error:
@@ -169,8 +168,8 @@ class GraphReader:
                     raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
         return []
 
-    def _attribute(self, module: Any, node: Any, _names: dict[str, Argument]) -> Argument:
-        value = operator.attrgetter(node.target)(module)
+    def _attribute(self, node: Any) -> Argument:
+        value = operator.attrgetter(node.target)(self.program.graph_module)
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
         where, shape = node.meta.get(SCOPE) or "the root", list(value.shape)
@@ -191,7 +190,7 @@ class GraphReader:
             self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
         return Ref(name)
 
-    def _call(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
+    def _call(self, node: Any, names: dict[str, Argument]) -> Argument:
         if node.target is operator.getitem:
             container = names[node.args[0].name]
             return container[node.args[1]] if isinstance(container, tuple) else None
