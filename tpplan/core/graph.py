@@ -34,7 +34,7 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 class Value:
     """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
     itself. `varying`: dims whose size depends on data and may differ at another step. `is_read`: whether anything that
-    the step gives or writes is computed from it."""
+    the step returns or writes is computed from it."""
 
     name: str
     shape: tuple[int, ...]
@@ -240,7 +240,7 @@ class ModelGraph:
 
     @cached_property
     def returned(self) -> dict[str, str]:
-        """Path -> value of each output of the root module that nothing reads, as its loss does."""
+        """Path -> value of each output of the root module that no node reads; the loss function's ops are nodes."""
         leaving = (boundary for boundary in self.boundaries if boundary.leaves_model)
         return {own.output_path: own.result for own in leaving if not self.consumers.get(own.result)}
 
@@ -293,18 +293,18 @@ class ModelGraph:
         return {}
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of,
-        and those that share its outline.
+        """The value of `make()`, cached under `key` for all graphs that share this one's outline: those that `resized`
+        made of it, the one that it was made of, and those to which `share_outline` gave it.
 
-        It must follow from what they share: names, modules, and which node reads and makes which values.
+        The value must follow from what such graphs share: names, modules, and which node reads and makes which values.
         """
         if key not in self._outline:
             self._outline[key] = make()
         return cast(T, self._outline[key])
 
     def resized(self, values: Mapping[str, Value], nodes: Mapping[int, Op]) -> "ModelGraph":
-        """The graph with other shapes and literals: these values, and these ops at their positions, for those that it
-        has under the same names. Nothing but sizes may differ."""
+        """The graph with other shapes and literals: `values` in place of those of the same names, and `nodes`, by their
+        positions, in place of the ops there. Nothing but sizes may differ."""
         own = list(self.nodes)
         for position, op in nodes.items():
             own[position] = op
@@ -313,7 +313,8 @@ class ModelGraph:
         return other
 
     def share_outline(self, other: "ModelGraph") -> None:
-        """Lets this graph have what `once_for_all_sizes` says of another one, from which it differs in sizes alone."""
+        """Gives this graph the outline of `other`, from which it differs in sizes alone: from now on both have the same
+        values of `once_for_all_sizes`."""
         self.__dict__["_outline"] = other._outline  # where cached_property keeps it
 
     def is_resized_of(self, other: "ModelGraph") -> bool:
@@ -328,7 +329,7 @@ class ModelGraph:
 
 
 def unread_values(graph: ModelGraph) -> frozenset[str]:
-    """Names of computed values that nothing is computed from which the step returns, or writes to an operand."""
+    """Names of the computed values from which the step computes nothing that it returns or writes to an operand."""
     read = {value for _, value in graph.outputs} | ({graph.loss} if graph.loss is not None else set())
     read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
     unread: set[str] = set()

@@ -10,7 +10,7 @@ MAX_BLOCK_INDEX = 9_999
 
 
 def module_name(written: str) -> str:
-    """The name of the module that a plan writes so: "" for the root, which is written as ROOT."""
+    """A module's name in torch, "" for the root, of its name as a plan writes it, where the root is ROOT."""
     return "" if written == ROOT else written
 
 

@@ -33,7 +33,7 @@ class Assignment:
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
-    micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds besides of other stages.
+    micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds of other stages meanwhile.
     `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then.
     """
 

@@ -31,7 +31,7 @@ from tpplan.plan.sections.provenance import (
     RequestPlan,
     SolverReport,
 )
-from tpplan.plan.sections.ranks import BatchPlan, ClusterPlan, ExpertCall, ExpertsPlan, MeshPlan, StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import BatchPlan, ClusterPlan, ExpertCall, ExpertsPlan, MeshPlan, StagePlan
 from tpplan.plan.sections.sharding import (
     ATTRIBUTE,
     BoundaryPlan,
@@ -77,7 +77,6 @@ __all__ = [
     "SizePlan",
     "SolverReport",
     "StagePlan",
-    "TensorPlan",
     "WorkKind",
     "uses_fsdp",
 ]
