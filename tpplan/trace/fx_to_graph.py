@@ -94,8 +94,8 @@ class GraphReader:
         return {name: first.setdefault(id(module), name) for name, module in named}
 
     def read(self, *, is_compared: bool = False) -> ModelGraph:
-        """The graph of the whole program. is_compared: the graph is only compared with another one, node by node, and
-        says neither which values are read nor which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
+        """The graph of the whole program. is_compared: the graph is only compared with another one, node by node; it
+        does not say which values are read or which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
         outputs = self._walk(names)
         num_returned = len(outputs) - len(self.program.left)
