@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -324,6 +323,7 @@ class Plan:
         degrees, ep = self.mesh_degrees, self.experts.ep if self.experts is not None else 1
         if degrees.shard % ep:
             yield f"experts.ep: {ep} does not divide mesh_degrees.shard, {degrees.shard}, inside which it is laid out"
+            return
         batch, mesh = self.batch, self.mesh
         if self.cluster.gpus > MAX_GPUS:
             yield f"cluster.gpus: expected at most {MAX_GPUS}, got {self.cluster.gpus}"
@@ -340,6 +340,7 @@ class Plan:
         patterns of no block."""
         counts: dict[str, int] = {}
         total = 0
+        too_many = "{}: patterns up to here stand for {} names: expected at most {}"
         for pattern, ranges in self.blocks.items():
             if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
                 yield f"blocks.{pattern}: expected a pattern that ends in its only '*'"
@@ -347,12 +348,14 @@ class Plan:
                 counts[pattern] = len(parse_ranges(ranges))
             except ValueError as error:
                 yield f"blocks.{pattern}: {error}"
-        members = ((f"blocks.{pattern}", number) for pattern, number in counts.items())
-        written = ((place, copies * counts.get(block_of(key), 1)) for place, key, copies in self._written_names())
-        for place, number in chain(members, written):
-            total += number
+                continue
+            total += counts[pattern]
             if total > MAX_NAMES:
-                yield f"{place}: patterns up to here stand for {total} names: expected at most {MAX_NAMES}"
+                yield too_many.format(f"blocks.{pattern}", total, MAX_NAMES)
+        for place, key, copies in self._written_names():
+            total += copies * counts.get(block_of(key), 1)
+            if total > MAX_NAMES:
+                yield too_many.format(place, total, MAX_NAMES)
         for place, key, _ in self._written_names():
             try:
                 tuple(self.expand(key))
