@@ -47,8 +47,8 @@ from tpplan.core.units import format_seconds
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.pipeline_plan import load_plan
 from tpplan.plan.plan import Precision
-from tpplan.search.points.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX
-from tpplan.search.points.user_model import load_model_file as load_model
+from tpplan.search.models.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX
+from tpplan.search.models.user_model import load_model_file as load_model
 
 Inputs = dict[str, Tensor]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from tpplan.costs.prediction.step_time import formulated, time_of
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.step_time import formulated, time_of
 from tpplan.layouts.assignment import Assignment
 from tpplan.solvers.problem import total
 

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 WITHOUT_TORCH = (
     "core",
     "solvers",
+    "plan/sections",
     "plan",
     "plan/report",
     "page",
@@ -29,8 +30,17 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace/whole", "experts", "stages", "trace"),
     *("apply/collectives", "apply/modules", "apply", "train", "costs/runs", "costs"),
-    *("costs/step", "measure", "prove"),
-    *("search/points", "search", "search/pipelines", "search/comparisons", "anatomy", "verify", "trial"),
+    *("costs/step", "costs/prediction", "measure", "prove"),
+    *(
+        "search/models",
+        "search/points",
+        "search",
+        "search/pipelines",
+        "search/comparisons",
+        "anatomy",
+        "verify",
+        "trial",
+    ),
     *("exporters", "commands/terminal", "commands"),
 )
 ROOMS = WITHOUT_TORCH + WITH_TORCH

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from tpplan.plan.pipeline_plan import PipelinePlan as PipelinePlan
     from tpplan.plan.plan import Plan as Plan
     from tpplan.plan.plan import Precision as Precision
+    from tpplan.search.models.trace_cache import Reuse as Reuse
     from tpplan.search.pipelines.any_pipeline import solve_any as solve_any
     from tpplan.search.pipelines.solve_stages import solve_stages as solve_stages
     from tpplan.search.planner import price as price
     from tpplan.search.planner import solve as solve
     from tpplan.search.points.options import Cluster as Cluster
-    from tpplan.search.points.trace_cache import Reuse as Reuse
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
@@ -61,7 +61,7 @@ _HOME = {
     "Plan": "plan.plan",
     "PlanSampler": "train.sampler",
     "Precision": "plan.plan",
-    "Reuse": "search.points.trace_cache",
+    "Reuse": "search.models.trace_cache",
     "apply_plan": "apply.apply",
     "autocast_of": "apply.autocast",
     "by_step": "train.sampler",

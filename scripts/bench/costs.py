@@ -21,7 +21,7 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.decision_space import Space
 from tpplan.machine.profile import load_profile
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 from tpplan.trace.trace import trace
 
 BAR_S = 1.0

@@ -69,7 +69,7 @@ def measure(case: Case) -> dict[str, float | str]:
     """One run in this process, which should be fresh: NUMBERS, and the plan in words."""
     started = time.monotonic()
     import tpplan
-    from tpplan.search.points.user_model import load_model_file
+    from tpplan.search.models.user_model import load_model_file
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.config))

@@ -117,7 +117,7 @@ MODELS: "dict[str, Callable[[int], nn.Module]]" = {
 def solved(build: "Callable[[], nn.Module]") -> "ModelGraph":
     """Solves and proves a model; its graph."""
     import tpplan
-    from tpplan.search.points.trace_cache import Reuse
+    from tpplan.search.models.trace_cache import Reuse
 
     reuse = Reuse()
     tpplan.solve(

@@ -98,7 +98,7 @@ def measure(case: Case) -> dict[str, float]:
     import tpplan
 
     assert tpplan.solve  # what it needs is imported now, as for anyone who calls it
-    from tpplan.search.points.user_model import load_model_file
+    from tpplan.search.models.user_model import load_model_file
     from tpplan.solvers import highs, milp
 
     sizes: list[int] = []
@@ -229,12 +229,12 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     """The table of a case; whether both optima are one where nothing limits memory."""
     import tpplan
     from tpplan.search.branch_and_bound import search
+    from tpplan.search.models.user_model import load_model_file
     from tpplan.search.planner import prepare
     from tpplan.search.points.mesh_points import Point
     from tpplan.search.points.options import Batch, Options
     from tpplan.search.points.point_solver import Solvers
     from tpplan.search.points.request import Request
-    from tpplan.search.points.user_model import load_model_file
 
     case = CASES[name]
     spec = load_model_file(str(EXAMPLES / case.builder))

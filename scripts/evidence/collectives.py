@@ -25,8 +25,8 @@ from rich.table import Table
 import tpplan
 from tpplan.core.errors import TpplanError
 from tpplan.plan.plan import Plan
-from tpplan.search.points.model_spec import ModelSpec
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.user_model import load_model_file
 from tpplan.verify.collective_log import differences, listed
 from tpplan.verify.fake_step import fake_step
 

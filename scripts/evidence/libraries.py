@@ -49,9 +49,9 @@ from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.plan.plan import Plan, Precision, ProofStatus
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.planner import solve
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.user_model import load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import forward_inputs
 

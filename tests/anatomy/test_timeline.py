@@ -26,8 +26,8 @@ from tpplan.plan.parts import (
 from tpplan.plan.plan import Pass, Plan, Recompute
 from tpplan.plan.step_anatomy import Anatomy, Stream
 from tpplan.search.comparisons.alternatives import Problem, options_of
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse
 
 H100 = load_profile("h100-sxm")
 WAITS = dataclasses.replace(H100, launch=dataclasses.replace(H100.launch, issue_s=1e-4))

@@ -17,8 +17,8 @@ import tpplan
 from tpplan.core.errors import PlanError, PlanMismatchError, VerificationError
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.layouts.rules import Strategy
-from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
 from tpplan.plan.plan import Multiples, Plan, ProofStatus
+from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
 
 DIM, HIDDEN, HEADS, TEXTS, SEQ, ROWS = 32, 64, 4, 4, 8, 24
 Allows = Callable[[ModelGraph], Callable[[str, Strategy], bool]]

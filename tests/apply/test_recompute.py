@@ -22,11 +22,11 @@ import tpplan
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.costs.layer_activations import layer_activations
+from tpplan.costs.prediction import memory_replay, step_time
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.memory_ledger import Peak
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.kernels import Matmul
-from tpplan.costs.step import memory_replay, step_time
-from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.memory_ledger import Peak
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.rules import Call
 from tpplan.layouts.typecheck import Mistyped, typecheck

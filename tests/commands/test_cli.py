@@ -18,9 +18,9 @@ from tpplan.commands.solve import num_bytes, optimizer
 from tpplan.commands.terminal.progress import bars
 from tpplan.core.errors import ModelError, TpplanError, UsageError
 from tpplan.plan.plan import Plan
-from tpplan.search.points.model_spec import UserCodeError
+from tpplan.search.models.model_spec import UserCodeError
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.user_model import load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"

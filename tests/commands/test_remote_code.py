@@ -8,8 +8,8 @@ import pytest
 
 from tpplan.commands import main
 from tpplan.core.errors import ModelError, UsageError
-from tpplan.search.points.hf_model import trusted
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.hf_model import trusted
+from tpplan.search.models.user_model import load_model_file
 
 pytest.importorskip("transformers")
 

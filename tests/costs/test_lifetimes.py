@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tpplan.costs.step.activation_lifetimes import calls_of
+from tpplan.costs.prediction.activation_lifetimes import calls_of
 from tpplan.plan.plan import Recompute
 from tpplan.trace.trace import trace
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tpplan import solvers
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Mesh
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision

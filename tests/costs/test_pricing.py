@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan.core.errors import PlanMismatchError, ProfileError
-from tpplan.costs.step import memory_replay, step_time
-from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.memory_ledger import Peak
+from tpplan.costs.prediction import memory_replay, step_time
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.memory_ledger import Peak
 from tpplan.machine.profile import Estimate, HardwareProfile
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import Compile, Pass, Plan, Recompute, WorkKind

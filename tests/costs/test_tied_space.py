@@ -13,10 +13,10 @@ from tpplan import solvers
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Mesh
 from tpplan.core.repeated_blocks import like_ops, unlike_ops
+from tpplan.costs.prediction.step_time import formulated
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.step_time import formulated
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.tied_space import tied_space
 from tpplan.layouts.assignment import Assignment

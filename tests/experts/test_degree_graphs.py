@@ -11,12 +11,13 @@ from profiles import synthetic_profile
 from tpplan.experts.degree_graph import of_degree
 from tpplan.machine.profile import HardwareProfile
 from tpplan.search.expert_degrees import every_degree
+from tpplan.search.models.subject import BuildModel
+from tpplan.search.models.trace_cache import TraceCache, Traced
 from tpplan.search.planner import prepare
-from tpplan.search.points.options import Batch, BuildModel, Options
+from tpplan.search.points.options import Batch, Options
 from tpplan.search.points.point_solver import Solvers
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import TraceCache, Traced
-from tpplan.trace.varying_dims import varying_as
+from tpplan.trace.answers.varying_dims import varying_as
 
 GPUS, EXPERTS, LENGTH = 8, 16, 12
 MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")

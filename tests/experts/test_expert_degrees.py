@@ -20,8 +20,8 @@ from tpplan.plan.plan import Plan, ProofStatus, SolverReport
 from tpplan.prove.counterexample import Counterexample
 from tpplan.search import branch_and_bound
 from tpplan.search.branch_and_bound import NO_LAYOUT, SAME
+from tpplan.search.models.trace_cache import Reuse, Traced
 from tpplan.search.points.point_solver import PointSolver
-from tpplan.search.points.trace_cache import Reuse, Traced
 from tpplan.solvers.problem import Status
 
 GPUS = 4

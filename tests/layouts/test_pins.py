@@ -18,7 +18,7 @@ from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin, parse_pins
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.report import render
 from tpplan.plan.styles import KNOWN_STYLES, Style
-from tpplan.search.points.trace_cache import Reuse
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.trace.trace import trace
 
 GPT_MODULES = ("layers.*.attention", "layers.*.feed_forward")

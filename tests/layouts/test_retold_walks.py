@@ -10,7 +10,7 @@ from examples import example
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
 from tpplan.layouts.fused.retold_walks import walked
-from tpplan.search.points.grown_graph import grown
+from tpplan.search.models.grown_graph import grown
 from tpplan.trace.trace import trace
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from tpplan.core.errors import PlanError, TpplanError, VerificationError
 from tpplan.plan.plan import Plan
-from tpplan.search.points.trace_cache import Reuse
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.verify.prove_plan import prove_plan
 
 TEXTS = ("R", "R*", "S(0)", "S(1)", "S(7)", "P", "rows", "R -> S(0) as float32", "P -> R as bfloat16", "layers.*",

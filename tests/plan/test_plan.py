@@ -23,7 +23,6 @@ from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
 from tpplan.core.strict_json import AtLeast, Text
-from tpplan.plan.input_dims import Dim
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import (
     BatchPlan,
@@ -47,6 +46,7 @@ from tpplan.plan.plan import (
     SizePlan,
     SolverReport,
 )
+from tpplan.plan.sections.input_dims import Dim
 from tpplan.solvers.problem import Status
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from tpplan.core.errors import UsageError
+from tpplan.costs.prediction.memory_ledger import Ledger, Piece
+from tpplan.costs.prediction.step_time import Priced
 from tpplan.costs.saved_tensors import SavedStorage, returned_until
-from tpplan.costs.step.memory_ledger import Ledger, Piece
-from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.plan.batch_share import BatchShare
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "scripts" / "examples"

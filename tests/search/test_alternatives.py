@@ -16,7 +16,7 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import meshes
 from tpplan.core.units import GIB
-from tpplan.costs.step.step_time import model_flop
+from tpplan.costs.prediction.step_time import model_flop
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import memory_differences, time_differences
@@ -32,8 +32,8 @@ from tpplan.search.comparisons.alternatives import (
     why_not,
 )
 from tpplan.search.comparisons.cluster_sizing import counts_up_to, size, smallest
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse
 
 MLP = example("mlp")
 

@@ -16,8 +16,8 @@ from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import module_differences, setting_differences
 from tpplan.search.comparisons.alternatives import Problem
 from tpplan.search.comparisons.expert_plans import RECIPES, expert_plan
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse
 
 GPUS, PER_NODE = 4, 2
 #: one word of these is unknown, and one pattern is no module's: a pin says neither

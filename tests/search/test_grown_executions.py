@@ -15,8 +15,8 @@ from tpplan.costs.runs.kernels import MemoryBound
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Plan
+from tpplan.search.models.grown_graph import grown
 from tpplan.search.planner import prepare
-from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request

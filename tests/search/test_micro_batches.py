@@ -16,12 +16,12 @@ from tpplan.layouts.build_space import build_space
 from tpplan.layouts.decision_space import Space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
+from tpplan.search.models.grown_graph import grown
+from tpplan.search.models.trace_cache import TraceCache
 from tpplan.search.planner import prepare
 from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
-from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import TraceCache
 from tpplan.solvers.problem import Status
 
 GLOBAL_BATCH = 16

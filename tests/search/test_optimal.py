@@ -19,11 +19,11 @@ from tpplan.core.layout import R_STAR, R, S
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.search import branch_and_bound, counterexamples
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.points.mesh_points import Point
-from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.options import Allows
 from tpplan.search.points.point_solver import Candidate, Solvers
-from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers.problem import Status
 
 TINY = {

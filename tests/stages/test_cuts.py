@@ -14,10 +14,11 @@ from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, Precision, StagePlan
+from tpplan.search.models.subject import Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 from tpplan.stages.cut_proof import difference
 from tpplan.stages.cuts import cuts_of, stages_of
 from tpplan.stages.stage_model import as_stage

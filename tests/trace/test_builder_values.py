@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.core.errors import ModelError
 from tpplan.plan.plan import Plan
-from tpplan.search.points.meta_model import built_on_meta
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.meta_model import built_on_meta
+from tpplan.search.models.user_model import load_model_file
 
 DIM, VOCAB = 16, 32
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.core.errors import ModelError
 from tpplan.plan.plan import ProofStatus
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 from tpplan.trace.stopped_trace import TraceError
 from tpplan.trace.trace import trace
 

@@ -22,8 +22,8 @@ from ranks import run_ranks
 import tpplan
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Precision
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.points.options import Options
-from tpplan.search.points.user_model import load_model_file
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -11,8 +11,8 @@ from examples import FOLDER, machine, solve_example
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Plan
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.planner import price
-from tpplan.search.points.user_model import load_model_file
 from tpplan.trial.calibrate import Run, calibrated, chooses_alike, solved_again
 
 GPT = load_model_file(str(FOLDER / "gpt.py"))

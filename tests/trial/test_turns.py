@@ -10,8 +10,9 @@ from ranks import run_ranks
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, OPTIMIZER, TENSOR_PARALLEL
 from tpplan.plan.plan import Plan
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.subject import Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
+from tpplan.search.models.user_model import load_model_file
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trial.trainee import Trainee
 from tpplan.trial.turns import Tried, in_turns, profiled

@@ -19,7 +19,7 @@ from tpplan.core.errors import UsageError, VerificationError
 from tpplan.core.layout import R_STAR, Conversion, R, S
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import CrossingPlan, Plan
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 from tpplan.verify.collective_log import differences, first_member, listed
 from tpplan.verify.rank_task import Findings, Subject, applied, examine_model, mesh_of, reference_step, split
 from tpplan.verify.shrink import in_float32, on_mesh, smaller_mesh, with_layers

@@ -3,16 +3,16 @@
 from tpplan.anatomy.timeline import timeline
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.units import format_bytes, format_seconds
-from tpplan.costs.step.memory_replay import course
-from tpplan.costs.step.step_time import formulated
+from tpplan.costs.prediction.memory_replay import course
+from tpplan.costs.prediction.step_time import formulated
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import Anatomy, Moment, Timeline
-from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.trace.trace import Loss
 
 #: relative difference up to which numbers count as those of the plan

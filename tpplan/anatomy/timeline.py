@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tpplan.core.graph import Boundary, Op, enclosing
-from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.step_time import StepTime, rerun, time_of
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.fsdp_communication import OverlappedCollective
-from tpplan.costs.step.step_time import StepTime, rerun, time_of
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider
 from tpplan.layouts.layer_treatments import Count, FsdpUnit, LayerGroup
@@ -43,9 +43,9 @@ _KERNELS = frozenset({COMPUTE, RECOMPUTATION})
 
 
 def timeline(assignment: Assignment, formulation: Formulation) -> Timeline:
-    """The timeline of a step; `formulation` is that of the assignment alone (tpplan.costs.step.step_time.formulated).
+    """The timeline of a step; `formulation` is that of the assignment alone, as `formulated` makes it.
 
-    Its seconds by part add up to those of `step_time`.
+    Its seconds by part add up to those of `step_time` (both in tpplan.costs.prediction.step_time).
     """
     steps = assignment.accumulation_steps
     micro_batches = _MicroBatches(assignment=assignment, formulation=formulation)
@@ -212,13 +212,13 @@ class _MicroBatches:
 
     def _gather(self, unit: FsdpUnit) -> _Beside:
         """The gather in forward; all of the root's is exposed."""
-        communication = self.formulation.fsdp_communication
+        communication = self.formulation.objective.fsdp_communication
         gather, _, _ = communication.collectives_of(self._priced_as(unit))
         return self._beside(gather, communication.hiding_compute(self._priced_as(unit))[0] if unit.name else None)
 
     def _repeated(self, unit: FsdpUnit, *, is_last: bool) -> _Beside:
         """The transfers of backward: the gather again, where the unit was resharded, and the reductions."""
-        communication, priced_as = self.formulation.fsdp_communication, self._priced_as(unit)
+        communication, priced_as = self.formulation.objective.fsdp_communication, self._priced_as(unit)
         gather, scatter, reduce = communication.collectives_of(priced_as)
         reshards = bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
         sent = communication.sent_in_backward(gather, scatter, reshards=reshards, is_last=is_last)
@@ -245,7 +245,7 @@ class _MicroBatches:
     def _copies(self, unit: FsdpUnit) -> tuple[float, float]:
         if not self.formulation.uses_fsdp:
             return 0.0, 0.0
-        gathering, reducing = self.formulation.fsdp_communication.copies_of(self._priced_as(unit))
+        gathering, reducing = self.formulation.objective.fsdp_communication.copies_of(self._priced_as(unit))
         return self._value(gathering), self._value(reducing)
 
     def _recomputed(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:

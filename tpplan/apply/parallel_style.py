@@ -6,9 +6,9 @@ A style distributes the parameters of its module and replaces the module's class
 The styles of one plan share the mesh axis, the stack of running forwards, the gradient reducer and the tied parameters.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,14 @@ from tpplan.core.errors import PlanError, PlanMismatchError
 from tpplan.core.graph import LEFT_AT, within
 from tpplan.core.layout import ROWS, LayoutKind, S, fits
 from tpplan.core.mesh import Axis
-from tpplan.core.name_patterns import ROOT
+from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import labelled, local_part, spec_of
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.whole.opaque import opaque_class
+
+T = TypeVar("T")
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
 _NO_GROUP = TpGroup(name="", size=1, rank=0)
@@ -261,32 +263,21 @@ def module_styles(
     divided = frozenset(plan.expert_calls())
     axes = of_experts[str(Axis.EP), str(Axis.TP)] if of_experts is not None else None
     application = Application(plan, of_experts=axes, divided=divided)
+    is_alone = plan.mesh.tp == 1
     parameters = plan.parameter_plans()
-    if plan.mesh.tp == 1 and not even_alone:
-        own = {
-            name: own
-            for name, own in parameters.items()
-            if of_experts is not None and name.rpartition(".")[0] in divided
-        }
-        parameters = plan.scalars_beside_fsdp() | own
-    if not parameters and plan.mesh.tp == 1:
+    if is_alone and not even_alone:
+        parameters = _styled_alone(plan, divided if of_experts is not None else frozenset())
+    if not parameters and is_alone:
         return {}
-    boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
+    boundaries = {module_name(name): boundary for name, boundary in plan.boundary_plans().items()}
     sharded_outputs = _sharded_outputs(plan)
-    owned: dict[str, dict[str, tuple[str, ParameterPlan]]] = {}
-    readers: set[str] = set()
-    for canonical, parameter in parameters.items():
-        for label in (canonical, *parameter.aliases):
-            owner, _, attribute = label.rpartition(".")
-            owned.setdefault(owner, {})[attribute] = (canonical, parameter)
-        readers.update(parameter.reads)
-    buffers: dict[str, dict[str, tuple[str, BufferPlan]]] = {}
-    for label, buffer in plan.buffer_plans().items() if plan.mesh.tp > 1 else ():
-        owner, _, attribute = label.rpartition(".")
-        buffers.setdefault(owner, {})[attribute] = (label, buffer)
-        readers.update(buffer.reads)
-    opaque = plan.opaque_modules() if plan.mesh.tp > 1 else ()
-    names = {*owned, *buffers, *opaque, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
+    buffers = {} if is_alone else plan.buffer_plans()
+    opaque = () if is_alone else plan.opaque_modules()
+    owned = _by_owner((label, name, own) for name, own in parameters.items() for label in (name, *own.aliases))
+    held = _by_owner((name, name, own) for name, own in buffers.items())
+    reads = [own.reads for own in parameters.values()] + [own.reads for own in buffers.values()]
+    readers = (reader for own in reads for reader in own if not reader.startswith("<"))
+    names = {*owned, *held, *opaque, *boundaries, *readers}
     if sharded_outputs:
         names.add("")
     return {
@@ -296,13 +287,29 @@ def module_styles(
             boundary=boundaries.get(name, _NO_CONVERSIONS),
             sharded_outputs=sharded_outputs if name == "" else {},
             parameters=owned.get(name, {}),
-            buffers=buffers.get(name, {}),
+            buffers=held.get(name, {}),
             num_local_rows=_num_local_rows(name, boundaries.get(name, _NO_CONVERSIONS), plan),
             hands_rows_on=_hands_rows_on(name, boundaries),
             opaque=next((around for around in opaque if within(name, around)), None),
         )
         for name in sorted(names, key=lambda name: (name not in boundaries, name))
     }
+
+
+def _styled_alone(plan: Plan, divided: frozenset[str]) -> dict[str, ParameterPlan]:
+    """The parameters whose modules have a style on one tensor-parallel rank: scalars that FSDP2 cannot hold, and those
+    of the modules whose experts are divided."""
+    own = {name: own for name, own in plan.parameter_plans().items() if name.rpartition(".")[0] in divided}
+    return plan.scalars_beside_fsdp() | own
+
+
+def _by_owner(entries: Iterable[tuple[str, str, T]]) -> dict[str, dict[str, tuple[str, T]]]:
+    """Name of a module -> of its attribute -> (canonical name, plan), of entries (name, canonical name, plan)."""
+    found: dict[str, dict[str, tuple[str, T]]] = {}
+    for name, canonical, plan in entries:
+        owner, _, attribute = name.rpartition(".")
+        found.setdefault(owner, {})[attribute] = (canonical, plan)
+    return found
 
 
 def _dtype(name: str, *, path: str) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree

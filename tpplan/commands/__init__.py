@@ -26,8 +26,8 @@ from tpplan.commands.terminal.pins import with_files
 from tpplan.core.errors import InternalError, TpplanError, UsageError
 from tpplan.core.escapes import escaped_lines
 from tpplan.core.gc_pause import rarely_collected, uncollected_at_exit
-from tpplan.search.points.hf_model import trusted
-from tpplan.search.points.model_spec import HF_PREFIX, TRUST_FLAG, UserCodeError
+from tpplan.search.models.hf_model import trusted
+from tpplan.search.models.model_spec import HF_PREFIX, TRUST_FLAG, UserCodeError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import check_output, count
-from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
+from tpplan.commands.terminal.output import aligned, print_answer, wrote
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.commands.try_plans import calibration_lines, chosen_lines, profile_of, write_calibrated
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -76,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
         lines += ["", *calibration_lines([args.plan], runs, fitted)]
         lines += chosen_lines(runs, [args.plan], spec, fitted.profile)
         data["fitted"] = {number.name: number.value for number in fitted.profile.fitted or ()}
-    if args.json:
-        write_json(data)
-    else:
-        print_lines(lambda width: [part for line in lines for part in folded(line, width)])
+    print_answer(lines, data, as_json=args.json)
     if args.output is not None:
         wrote(args.output)
     return 0

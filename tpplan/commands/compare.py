@@ -16,7 +16,7 @@ from tpplan.plan.report import as_data, gib
 from tpplan.plan.report.differences import module_differences
 from tpplan.plan.report.words import mfu
 from tpplan.plan.tp_shares import percent
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

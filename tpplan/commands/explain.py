@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.solve import count
 from tpplan.commands.terminal.comparison import part_rows, signed, times
-from tpplan.commands.terminal.output import aligned, folded, print_lines, terminal_width, write_json
+from tpplan.commands.terminal.output import aligned, print_answer, terminal_width
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, ModelError, ProfileError, UsageError
@@ -23,8 +23,8 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.plan import CollectivePlan, Plan
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
-from tpplan.search.points.model_spec import ModelSpec, is_model
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     lines: list[str] = []
     shown, rows = escaped_data(plan), list[str]()
     if pattern is not None:
-        rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
+        rows = layer_rows(shown, lambda module: _matches(pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
     profile = _profile_of(plan, args.profile, is_needed=spec is not None)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if pattern is not None:
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
         times = _seconds_of(plan, profile) if profile is not None else lambda _: None
-        said = list(sentences(shown, lambda module: _matches(shown, pattern, module), times))
+        said = list(sentences(shown, lambda module: _matches(pattern, module), times))
         data["sentences"] = said
         lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), "", *said, ""]
     code = 0
@@ -86,10 +86,7 @@ def run(args: argparse.Namespace) -> int:
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
         except ModelError as error:
             raise model.locate(error) from error
-    if args.json:
-        write_json(data)
-    else:
-        print_lines(lambda width: [part for line in lines for part in folded(line, width)])
+    print_answer(lines, data, as_json=args.json)
     return code
 
 
@@ -122,7 +119,7 @@ def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
     return next(iter(patterns), None), next(iter(models), None)
 
 
-def _matches(plan: Plan, pattern: str, module: str) -> bool:
+def _matches(pattern: str, module: str) -> bool:
     """True for a module whose name, or an enclosing module's, equals or matches the pattern."""
     parts = len(pattern.split("."))
     own = ".".join(module.split(".")[:parts])
@@ -140,8 +137,8 @@ def _solve_again(
     lines: list[str],
 ) -> int:
     from tpplan.search.comparisons.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.models.trace_cache import Reuse
     from tpplan.search.points.options import Cluster
-    from tpplan.search.points.trace_cache import Reuse
 
     cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
     problem = Problem(

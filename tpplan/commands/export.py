@@ -10,7 +10,7 @@ from tpplan.commands.terminal.output import write, wrote
 from tpplan.core.errors import ModelError
 from tpplan.core.files import write_atomically
 from tpplan.plan.plan import Plan
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

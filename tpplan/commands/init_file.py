@@ -9,9 +9,9 @@ from tpplan.commands.solve import check_output
 from tpplan.commands.terminal.output import wrote
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.files import write_atomically
-from tpplan.search.points.hf_model import config_file
-from tpplan.search.points.model_spec import HF_PREFIX
-from tpplan.search.points.user_model import import_file
+from tpplan.search.models.hf_model import config_file
+from tpplan.search.models.model_spec import HF_PREFIX
+from tpplan.search.models.user_model import import_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

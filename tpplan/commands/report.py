@@ -18,14 +18,14 @@ from tpplan.core.files import write_atomically
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import Anatomy
-from tpplan.search.points.model_spec import ModelSpec
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from tpplan.search.comparisons.alternatives import Problem
-    from tpplan.search.points.trace_cache import Reuse
+    from tpplan.search.models.trace_cache import Reuse
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. The profile is the plan's, by name, unless
@@ -62,7 +62,7 @@ def _anatomy(args: argparse.Namespace, plan: Plan) -> Anatomy:
     profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(args.model)
     from tpplan.anatomy.anatomy import anatomy
     from tpplan.anatomy.what_if import curves
-    from tpplan.search.points.trace_cache import Reuse
+    from tpplan.search.models.trace_cache import Reuse
 
     reuse = Reuse()
     try:

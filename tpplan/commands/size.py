@@ -21,7 +21,7 @@ from tpplan.core.units import format_seconds
 from tpplan.machine.profile import load_profile
 from tpplan.plan.plan import Recompute
 from tpplan.plan.report import gib
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -22,8 +22,8 @@ from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
-from tpplan.search.points.model_spec import ModelSpec
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.user_model import load_model_file
 from tpplan.solvers import SOLVERS
 
 if TYPE_CHECKING:
@@ -261,8 +261,8 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
 def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile, progress: Report) -> "Problem":
     """The problem that the options of add_machine, add_training and add_search pose."""
     from tpplan.search.comparisons.alternatives import Problem
+    from tpplan.search.models.trace_cache import Reuse
     from tpplan.search.points.options import Cluster
-    from tpplan.search.points.trace_cache import Reuse
 
     return Problem(
         build_model=model.build_model,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import check_output, count
-from tpplan.commands.terminal.output import aligned, folded, print_lines, write, write_json, wrote
+from tpplan.commands.terminal.output import aligned, print_answer, write, wrote
 from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import TpplanError, UsageError
@@ -19,8 +19,8 @@ from tpplan.core.units import format_seconds
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import gib
-from tpplan.search.points.model_spec import ModelSpec, is_model
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -77,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
         lines += ["", *calibration_lines(paths, runs, found), *chosen_lines(runs, paths, spec, found.profile)]
         data["fitted"] = {number.name: number.value for number in found.profile.fitted or ()}
         data["calibrated_s"] = list(found.after_s)
-    if args.json:
-        write_json(data)
-    else:
-        print_lines(lambda width: [part for line in lines for part in folded(line, width)])
+    print_answer(lines, data, as_json=args.json)
     if args.output is not None:
         wrote(args.output)
     return 0

@@ -16,11 +16,11 @@ RARELY = 5_000_000
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Context manager or decorator: within it, collections start after RARELY new containers.
+    """Context manager or decorator: within it, Python's garbage collector starts after RARELY new containers.
 
-    What is left of it counts as long-lived at its end, so that the next collection does not go through it all, but the
-    next full one does. The threshold holds for all threads of the process. Does nothing where collection is already
-    rarer, or off.
+    Objects that are left at its end count as long-lived: the next young collection does not go through them, the next
+    full one does. The threshold holds for all threads of the process. Does nothing where collections are already rarer,
+    or off.
     """
     before = gc.get_threshold()
     if not 0 < before[0] < RARELY:
@@ -36,7 +36,8 @@ def rarely_collected() -> Iterator[None]:
 
 @contextmanager
 def imported_for_good() -> Iterator[None]:
-    """Context manager for imports: within it no collection starts, and what is left of it counts as long-lived.
+    """Context manager for imports: within it Python's garbage collector is off, and objects left at its end count as
+    long-lived.
 
     Otherwise the collector would go through the half a million objects of torch's modules twice as the context ends.
     """
@@ -58,7 +59,7 @@ def _count_as_old() -> None:
 
 
 def uncollected_at_exit() -> None:
-    """Spares the process its last collection: as the interpreter ends it would go through all that is left, which takes
-    a second after a solve, to free what the system takes back anyway."""
+    """Spares the process its last garbage collection, which after a solve takes a second to go through all objects that
+    are left, and frees memory that the system takes back anyway."""
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)

@@ -5,20 +5,15 @@ shares. Every tensor that crosses into or out of a module's forward is a Boundar
 node.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 from tpplan.core.layout import Layout, LayoutKind, fits
 from tpplan.core.units import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 T = TypeVar("T")
 
@@ -39,7 +34,7 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 class Value:
     """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
     itself. `varying`: dims whose size depends on data and may differ at another step. `is_read`: whether anything that
-    the step gives or writes is computed from it."""
+    the step returns or writes is computed from it."""
 
     name: str
     shape: tuple[int, ...]
@@ -245,7 +240,7 @@ class ModelGraph:
 
     @cached_property
     def returned(self) -> dict[str, str]:
-        """Path -> value of each output of the root module that nothing reads, as its loss does."""
+        """Path -> value of each output of the root module that no node reads; the loss function's ops are nodes."""
         leaving = (boundary for boundary in self.boundaries if boundary.leaves_model)
         return {own.output_path: own.result for own in leaving if not self.consumers.get(own.result)}
 
@@ -298,18 +293,18 @@ class ModelGraph:
         return {}
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of,
-        and those that share its outline.
+        """The value of `make()`, cached under `key` for all graphs that share this one's outline: those that `resized`
+        made of it, the one that it was made of, and those to which `share_outline` gave it.
 
-        It must follow from what they share: names, modules, and which node reads and makes which values.
+        The value must follow from what such graphs share: names, modules, and which node reads and makes which values.
         """
         if key not in self._outline:
             self._outline[key] = make()
         return cast(T, self._outline[key])
 
     def resized(self, values: Mapping[str, Value], nodes: Mapping[int, Op]) -> "ModelGraph":
-        """The graph with other shapes and literals: these values, and these ops at their positions, for those that it
-        has under the same names. Nothing but sizes may differ."""
+        """The graph with other shapes and literals: `values` in place of those of the same names, and `nodes`, by their
+        positions, in place of the ops there. Nothing but sizes may differ."""
         own = list(self.nodes)
         for position, op in nodes.items():
             own[position] = op
@@ -318,7 +313,8 @@ class ModelGraph:
         return other
 
     def share_outline(self, other: "ModelGraph") -> None:
-        """Lets this graph have what `once_for_all_sizes` says of another one, from which it differs in sizes alone."""
+        """Gives this graph the outline of `other`, from which it differs in sizes alone: from now on both have the same
+        values of `once_for_all_sizes`."""
         self.__dict__["_outline"] = other._outline  # where cached_property keeps it
 
     def is_resized_of(self, other: "ModelGraph") -> bool:
@@ -331,89 +327,9 @@ class ModelGraph:
         """Value name -> the node that computes it; values of sources have none."""
         return {result: node for node in self.nodes for result in node.results}
 
-    def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """A graph of sources and nodes by name (attribute `node`); edges name the value that flows (`value`)."""
-        import networkx as nx  # imported here because no other code needs it and the import takes 0.2 s
-
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
-        origin: dict[str, str] = {}
-        for source in self.sources:
-            graph.add_node(source.result, node=source)
-            origin[source.result] = source.result
-        for node in self.nodes:
-            graph.add_node(node.name, node=node)
-            for position, operand in enumerate(node.operands):
-                graph.add_edge(origin[operand], node.name, value=operand, position=position)
-            origin.update(dict.fromkeys(node.results, node.name))
-        return graph
-
-    def to_json(self) -> str:
-        """The graph as JSON with sorted keys, without the questions and lines of code."""
-        return json.dumps(replace(self, questions=(), lines={}), sort_keys=True, default=_as_data)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """sha256 of the computation: changes with any op, shape, literal, module or input.
-
-        Does not change with the order of independent ops or with value names that follow from that order, which code
-        that iterates over a set of strings makes another in each process.
-        """
-        seen = _Digests(self)
-        computed = [sorted(map(seen.source, self.sources)), sorted([seen.node(node) for node in self.nodes])]
-        given = [(path, seen.read(value)) for path, value in self.outputs]
-        loss = seen.read(self.loss) if self.loss is not None else None
-        return "sha256:" + _digest(
-            (computed, given, loss, sorted((block.prefix, block.indices) for block in self.blocks))
-        )
-
-
-class _Digests:
-    """Digests of values, each made of the digests of what it is computed from; nodes must be added in execution order.
-
-    An op that may write to an operand changes the digest of all values in that operand's storage.
-    """
-
-    def __init__(self, graph: ModelGraph) -> None:
-        self.values = graph.values
-        self.of_value: dict[str, str] = {}
-        self.of_writes: dict[str, str] = {}
-
-    def source(self, source: Source) -> str:
-        """Adds a source and returns its digest, made of its kind and label."""
-        found = _digest((source.kind, source.label, source.aliases, source.trainable, self._described(source.result)))
-        self.of_value[source.result] = found
-        return found
-
-    def node(self, node: Op | Boundary) -> str:
-        """Adds a node and returns its digest, made of its arguments' digests."""
-        results = [self._described(result) for result in node.results]
-        if isinstance(node, Boundary):
-            found = _digest((node.module, node.direction, node.path, self.read(node.operand), results))
-        else:
-            kwargs = [(name, self._argument(value)) for name, value in node.kwargs]
-            found = _digest((node.target, node.module, self._argument(node.args), kwargs, results))
-        self.of_value.update((result, f"{found}.{i}") for i, result in enumerate(node.results))
-        if isinstance(node, Op) and may_write(node):
-            self.of_writes.update((self.values[operand].storage, found) for operand in node.operands)
-        return found
-
-    def read(self, name: str) -> tuple[str, str]:
-        """Digests of a value (its name where nothing computes it) and of the last write to its storage, "" for none."""
-        return self.of_value.get(name, name), self.of_writes.get(self.values[name].storage, "")
-
-    def _described(self, name: str) -> object:
-        value = self.values[name]
-        storage = self.of_value.get(value.storage, value.storage) if value.storage != name else ""
-        return value.shape, value.dtype, value.carries_gradient, value.varying, storage
-
-    def _argument(self, argument: Argument) -> object:
-        if isinstance(argument, Ref):
-            return {"value": self.read(argument.name)}
-        return [self._argument(item) for item in argument] if isinstance(argument, tuple) else argument
-
 
 def unread_values(graph: ModelGraph) -> frozenset[str]:
-    """Names of computed values that nothing is computed from which the step returns, or writes to an operand."""
+    """Names of the computed values from which the step computes nothing that it returns or writes to an operand."""
     read = {value for _, value in graph.outputs} | ({graph.loss} if graph.loss is not None else set())
     read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
     unread: set[str] = set()
@@ -430,16 +346,6 @@ def may_write(op: Op) -> bool:
     name, _, overload = op.target.rpartition(".")
     words = overload.split("_")  # `to.dtype_layout` writes nothing
     return name.endswith(("_", "_inplace")) or "out" in words or words[0].startswith("Out") or not op.results
-
-
-def _digest(data: object) -> str:
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
-
-
-def _as_data(value: object) -> object:
-    """An object that JSON cannot encode, as plain data: a dataclass as a dict of its fields, anything else as str()."""
-    names = getattr(type(value), "__dataclass_fields__", ())  # faster than dataclasses.fields
-    return {name: getattr(value, name) for name in names} if names else str(value)
 
 
 def references(argument: object) -> Iterator[str]:

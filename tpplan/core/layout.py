@@ -29,7 +29,7 @@ from tpplan.core.part_intervals import Parts
 
 
 class LayoutKind(StrEnum):
-    """The kinds of layouts in the table above."""
+    """The kinds of layouts, in the table of this module's docstring."""
 
     REPLICATE = "R"
     REPLICATE_PARTIAL_GRADIENT = "R*"

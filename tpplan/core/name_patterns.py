@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 #: the root module in plans and messages, where an empty name would be unclear
 ROOT = "<root>"
-
-
 #: largest index of a block; a larger range is a mistake and would not fit in memory
 MAX_BLOCK_INDEX = 9_999
+
+
+def module_name(written: str) -> str:
+    """A module's name in torch, "" for the root, of its name as a plan writes it, where the root is ROOT."""
+    return "" if written == ROOT else written
 
 
 def is_pattern(key: str) -> bool:

@@ -57,6 +57,12 @@ class Text:
     pattern: str
 
 
+#: a number of things of which there is one at least; a size, or a position from 0; seconds, bytes, a share
+Count = Annotated[int, AtLeast(1)]
+Size = Annotated[int, AtLeast(0)]
+Amount = Annotated[float, AtLeast(0)]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """The file and key path of a value, and the error that its mistakes raise."""

@@ -1,7 +1,8 @@
 """Finds, for each layer and each mode of recomputation, the activations that it keeps and remakes, and what runs again.
 
 A recomputed layer's forward runs again as under torch.utils.checkpoint: up to the last op that saves anything, and
-that op too where it saves a result. A mode keeps the results of some kinds of work (tpplan.plan.sections.Recompute).
+that op too where it saves a result. A mode keeps the results of some kinds of work
+(tpplan.plan.sections.modes.Recompute).
 
 A layer owns the tensors that enter it, which it keeps in every mode, and those that are made inside it. All other
 tensors are kept in every mode and belong to no layer.

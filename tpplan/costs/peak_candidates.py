@@ -9,7 +9,7 @@ expression has the bytes at that moment besides all that autograd keeps of the r
                     producer's backward; gradients of parameters that later nodes read;
                     less the tensors that were kept only for nodes after i
 
-Each is at least the bytes that tpplan.costs.step.memory_replay finds at that moment: where the replay knows which
+Each is at least the bytes that tpplan.costs.prediction.memory_replay finds at that moment: where the replay knows which
 tensors a conversion makes, the expression has the most that it may make. A moment that another one exceeds in every
 assignment is left out.
 """

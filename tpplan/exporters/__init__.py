@@ -24,8 +24,8 @@ from tpplan.core.graph import Boundary, Direction, ModelGraph
 from tpplan.core.layout import Layout
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan
-from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse
+from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.trace.trace import Loss
 from tpplan.verify.prove_plan import prove_plan
 

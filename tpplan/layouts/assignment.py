@@ -4,9 +4,9 @@ The solution of an ILP makes an assignment (tpplan.costs.step.formulate), a plan
 plan is written from one (tpplan.layouts.plan_sections). It needs no prices, no profile and no solver. From it follow:
 
     prove(assignment, model)            proof or counterexample             tpplan.prove.structure
-    collectives(lifetimes)              what a rank sends in a step         tpplan.costs.step.collectives_of_step
-    memory(lifetimes)                   the timeline of memory, its peak    tpplan.costs.step.memory_replay
-    step_time(assignment, profile)      seconds of a step by part           tpplan.costs.step.step_time
+    collectives(lifetimes)              what a rank sends in a step         tpplan.costs.prediction.collectives_of_step
+    memory(lifetimes)                   the timeline of memory, its peak    tpplan.costs.prediction.memory_replay
+    step_time(assignment, profile)      seconds of a step by part           tpplan.costs.prediction.step_time
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class Assignment:
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
-    micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds besides of other stages.
+    micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds of other stages meanwhile.
     `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then.
     """
 

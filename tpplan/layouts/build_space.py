@@ -83,7 +83,7 @@ class _Contract:
     given: tuple[int, ...]
 
     def allows(self, strategy: Strategy) -> bool:
-        """True where a strategy keeps it. What reaches the user is whole or slices: a summand would be wrong
+        """True where a strategy keeps the contract. What reaches the user is whole or slices: a summand would be wrong
         silently."""
         return (
             all(strategy.operands[i] == R for i in self.fixed)
@@ -126,7 +126,7 @@ class _Builder:
                 return self._reading_options(decider)
 
     def _bound(self) -> Iterator[tuple[str, "_Contract"]]:
-        """Yields each node whose operands or results a contract is about, with it."""
+        """Yields each node whose operands or results a contract is about, with the contract."""
         for node in self.graph.nodes:
             leaves = isinstance(node, Boundary) and node.leaves_model
             fixed = tuple(i for i, name in enumerate(node.operands) if self._is_fixed(node, name))

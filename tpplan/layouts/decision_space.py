@@ -57,7 +57,8 @@ class Space:
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of `make()`, cached under `key` for all spaces with these classes on the graph in any size, on any
-        number of tp ranks. It must follow from classes, parameters, and what ModelGraph.once_for_all_sizes says."""
+        number of tp ranks. The value must follow from the classes, the parameters, and what graphs share by
+        ModelGraph.once_for_all_sizes."""
         # What is cached holds the classes, so that their id is not reused.
         _, found = self.graph.once_for_all_sizes((key, id(self.classes)), lambda: (self.classes, make()))
         return found
@@ -157,8 +158,8 @@ def _readings(graph: ModelGraph) -> dict[str, tuple[Reading, ...]]:
 def classes_of(
     graph: ModelGraph, apart: Callable[[str], Hashable] | None = None
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Decision -> the decision that represents its class; and that -> the decisions of the class, in order. `apart` is
-    as in build_space."""
+    """Decision -> the decision that represents its class; and representative -> the decisions of its class, in order.
+    `apart` is as in build_space."""
     kinds = {block: dict[Hashable, int]() for block in graph.blocks}  # numbered, so that any two tell apart alike
     unlike = {
         name: kinds[block].setdefault(apart(name) if apart is not None else None, len(kinds[block]))

@@ -27,40 +27,15 @@ with the observed `local_shapes`.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.core.graph import (
-    LEFT_AT,
-    LOSS_SCOPE,
-    Boundary,
-    Direction,
-    ModelGraph,
-    Op,
-    Source,
-    SourceKind,
-    Value,
-    within,
-)
-from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
-from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
-from tpplan.layouts.readings import sliced_buffers
-from tpplan.layouts.rules import (
-    OPAQUE,
-    Call,
-    Strategy,
-    call_strategies,
-    crossings_before_writes,
-    draws,
-    written_operands,
-)
-from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
+from tpplan.layouts.plan_entries import CROSS_ENTROPY, PlanEntries
+from tpplan.layouts.rules import Call, Strategy, call_strategies, crossings_before_writes, draws
+from tpplan.plan.plan import Plan
 
 EMBEDDING = "aten.embedding.default"
-#: the only op that may take a sharded output and plain tensors together in the user's loss
-CROSS_ENTROPY = "tpplan.cross_entropy.default"
-
-#: a boundary of a module: (module, direction, path)
-CrossingKey = tuple[str, Direction, str]
 Shape = tuple[int, ...]
 
 
@@ -95,150 +70,28 @@ class _Checker:
         self.graph = graph
         self.tp = plan.mesh.tp
         self.local_shapes = local_shapes
-        self.outputs = plan.outputs
-        self.plans = plan.parameter_plans()
-        self.buffers = plan.buffer_plans()
-        boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
-        self.losses = plan.sharded_losses()
-        self.draws = frozenset(plan.drawing_modules())
-        self.opaque = frozenset(plan.opaque_modules())
-        self.copies = why_copies(plan.mesh, plan.precision)
-        self.recomputed = plan.recomputed_modules()
-        self.sized = plan.size_plans().keys()
-        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
-        self.crossings = _crossings(boundaries)
-        named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
-        named |= {conversion.target for conversion in self.crossings.values()}
-        named |= {layout for buffer in self.buffers.values() for layout in buffer.reads.values()}
-        self.extra = named.union(*find_extra_layouts(graph, self.tp).values())
+        self.planned = PlanEntries(graph, plan)
+        self.extra = self.planned.layouts.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
         self.written_later = crossings_before_writes(graph)
-        self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
             source.result: (R,) for source in graph.sources if source.result not in self.parameters
         }
         #: name of a buffer that some module reads as a slice -> how each module reads it
         self.slices = {
-            source.result: self.buffers[source.label].reads
+            source.result: self.planned.buffers[source.label].reads
             for source in graph.sources
-            if source.kind is SourceKind.BUFFER and source.label in self.buffers
+            if source.kind is SourceKind.BUFFER and source.label in self.planned.buffers
         }
         self.strategies: dict[str, tuple[Strategy, ...]] = {}
         self.taken: dict[str, Strategy] = {}
 
     def problems(self) -> Iterator[Mistyped]:
         """Yields problems in the order in which they are found; those after the first may be its consequences."""
-        yield from self._unknown_names()
-        for source in self.graph.parameters:
-            for problem in self._parameter(source, self.plans[source.label]):
-                yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
-        yield from self._buffers()
-        yield from self._written()
+        yield from (Mistyped(message=message, place=place) for message, place in self.planned.problems())
         yield from self._forward()
         self._narrow()
         yield from self._backward()
-
-    # Names in the plan: (5), and (1) for parameters
-
-    def _unknown_names(self) -> Iterator[Mistyped]:
-        labels = {source.label for source in self.graph.parameters}
-        places = {place for boundary in self.graph.boundaries for place in boundary.places}
-        outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
-        outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
-        losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
-        for label in sorted(labels ^ self.plans.keys()):
-            there, here = ("model", "plan") if label in labels else ("plan", "model")
-            place = ("parameters", label)
-            yield Mistyped(message=f"parameter {label}: in the {there}, not in the {here}", place=place)
-        for module in sorted(self.modules - {boundary.module for boundary in self.graph.boundaries}):
-            place = (self._section_naming(module), module)
-            yield Mistyped(message=f"module {module}: in the plan, not in the model", place=place)
-        for module, direction, path in sorted(self.crossings.keys() - places):
-            message = f"{direction} {path} of {module or ROOT}: the plan converts it, but no tensor crosses there"
-            yield Mistyped(message=message, place=("boundaries", module, f"{direction}s", path))
-        whole = {op.module for op in self.graph.ops if op.target == OPAQUE}
-        for module in sorted(whole - self.opaque):
-            message = f"module {module or ROOT}: runs whole, but the plan does not say so"
-            yield Mistyped(message=message, place=("opaque", module))
-        for module in sorted(self.opaque - whole):
-            message = f"module {module or ROOT}: the plan says that it runs whole, but it does not"
-            yield Mistyped(message=message, place=("opaque", module))
-        for path in sorted(self.outputs.keys() - outputs):
-            yield Mistyped(message=f"output {path}: in the plan, not in the model", place=("outputs", path))
-        for module in sorted(self.losses.keys() - losses):
-            yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model", place=("losses", module))
-
-    def _written(self) -> Iterator[Mistyped]:
-        """Yields violations of (6)."""
-        write = next(iter(writes_of(self.graph)), None)
-        if write is not None and self.copies:
-            yield Mistyped(message=f"{write}, and {self.copies}", place=("mesh_degrees",))
-        write = write_within(self.graph, self.recomputed)
-        if write is not None:
-            region = next(name for name in self.recomputed if within(write.module, name))
-            yield Mistyped(
-                message=f"{write}, and would write twice where {region or ROOT} is recomputed", place=("recompute",)
-            )
-        for region, mode in self.recomputed.items():
-            if obstacle := why_not_recomputed(self.graph, region, mode):
-                yield Mistyped(message=f"{region or ROOT} is recomputed selectively: {obstacle}", place=("recompute",))
-
-    def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
-        shape = self.graph.whole_shape(source)
-        if (plan.shape, plan.trainable) != (shape, source.trainable):
-            yield f"{plan.shape}, trainable {plan.trainable} in the plan; {shape}, trainable {source.trainable} here"
-        if set(plan.aliases) != set(source.aliases):
-            yield f"tied to {plan.aliases or 'nothing'} in the plan, to {source.aliases or 'nothing'} in the model"
-        if not plan.placement.is_plain or not fits(shape, plan.placement, self.tp):
-            yield f"{shape} cannot rest as {plan.placement} on {self.tp} ranks"
-        consumers = self.graph.consumers.get(source.result, ())
-        readers = {node.module for node in consumers if isinstance(node, Op)}
-        if unplanned := sorted(readers - plan.reads.keys()):
-            yield f"{unplanned[0] or ROOT} reads it, but the plan gives no layout for that"
-        for reader, layout in sorted(plan.reads.items()):
-            if reader not in readers:
-                yield f"{reader or ROOT} does not read it"
-            if not self._can_be_read(source, plan.placement, layout) or (reader == LOSS_SCOPE and self.tp > 1):
-                yield f"{reader or ROOT} cannot read {shape} as {layout} where it rests as {plan.placement}"
-
-    def _buffers(self) -> Iterator[Mistyped]:
-        """Yields violations of (1) and (5) by buffers that the plan names."""
-        sources = {source.label: source for source in self.graph.sources if source.kind is SourceKind.BUFFER}
-        for label, plan in self.buffers.items():
-            found = self._buffer(sources[label], plan) if label in sources else "in the plan, not in the model"
-            if found is not None:
-                yield Mistyped(message=f"buffer {label}: {found}", place=("buffers", label))
-
-    def _buffer(self, source: Source, plan: BufferPlan) -> str | None:
-        value = self.graph.values[source.result]
-        if plan.shape != value.shape:
-            return f"{plan.shape} in the plan, {value.shape} in the model"
-        if source.result not in sliced_buffers(self.graph):
-            return "an op may write to it, or no op joins it with what carries a gradient: it is read whole"
-        readers = {node.module for node in self.graph.consumers.get(source.result, ()) if isinstance(node, Op)}
-        if different := sorted(readers ^ plan.reads.keys()):
-            return f"{different[0] or ROOT} reads it in the plan or in the model, and not in both"
-        wrong = next((own for own in plan.reads.values() if not self._can_be_sliced(value, own)), None)
-        return f"{value.shape} cannot be read as {wrong} on {self.tp} ranks" if wrong is not None else None
-
-    def _can_be_sliced(self, value: Value, layout: Layout) -> bool:
-        is_slice = layout != ROWS and layout.dim is not None and can_convert(R_STAR, layout)
-        return layout == R or (is_slice and value.can_be(layout, self.tp))
-
-    def _can_be_read(self, source: Source, placement: Layout, layout: Layout) -> bool:
-        value = self.graph.values[source.result]
-        if layout == ROWS or not value.can_be(layout, self.tp):
-            return False
-        if layout == R_STAR and not (placement == R and source.trainable):
-            return False
-        start = R_STAR if placement == R and layout.dim is not None else placement
-        if not can_convert(start, layout):
-            return False
-        return value.storage not in self.written or not Conversion(start, layout).forward
-
-    def _section_naming(self, module: str) -> str:
-        tables = {"losses": self.losses, "draws": self.draws, "sizes": self.sized}
-        return next((section for section, names in tables.items() if module in names), "boundaries")
 
     def _place_of(self, node: Op | Boundary) -> tuple[str, ...]:
         """A node's place in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
@@ -298,19 +151,19 @@ class _Checker:
         if op.target != CROSS_ENTROPY:
             return is_whole or op.module != LOSS_SCOPE or len(op.operands) < 2
         num_classes = self.graph.values[op.operands[0]].shape[-1]
-        is_planned = self.losses.get(op.module) == num_classes
-        is_mistaken = num_classes * self.tp in self.losses.values()
+        is_planned = self.planned.losses.get(op.module) == num_classes
+        is_mistaken = num_classes * self.tp in self.planned.losses.values()
         return op.module == LOSS_SCOPE or (not is_mistaken if is_whole else is_planned)
 
     def _draws_in_step(self, op: Op, strategy: Strategy) -> bool:
         """True where the op drops elements of slices exactly in the modules that the plan lists under `draws`."""
-        return any(layout.dim is not None for layout in strategy.operands) == (op.module in self.draws)
+        return any(layout.dim is not None for layout in strategy.operands) == (op.module in self.planned.draws)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
         if name in self.slices:
             return (self.slices[name][op.module],)
         source = self.parameters.get(name)
-        return self.possible[name] if source is None else (self.plans[source.label].reads[op.module],)
+        return self.possible[name] if source is None else (self.planned.parameters[source.label].reads[op.module],)
 
     def _name_in_message(self, value: str) -> str:
         producer = self.graph.producers.get(value)
@@ -324,7 +177,7 @@ class _Checker:
                 f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
             )
         possible = self.possible[boundary.operand]
-        planned, *others = (self.crossings.get(place) for place in boundary.places)
+        planned, *others = (self.planned.crossings.get(place) for place in boundary.places)
         if any(other != planned for other in others):
             return "one tensor is given as all of these, but the plan converts it in several ways"
         if planned is None:
@@ -358,7 +211,7 @@ class _Checker:
         leaving = self._only_reader(lookup.results[0])
         if not isinstance(leaving, Boundary) or not ids.module == lookup.module == leaving.module:
             return False
-        mask = self.crossings.get(leaving.places[0])
+        mask = self.planned.crossings.get(leaving.places[0])
         directions = (ids.direction, leaving.direction)
         return directions == (Direction.INPUT, Direction.OUTPUT) and mask is not None and mask.source == ROWS
 
@@ -428,20 +281,15 @@ class _Checker:
         """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""
         leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         for value, path in leaving.items():
-            yield f"output {path}", value, self.outputs.get(path, R)
+            yield f"output {path}", value, self.planned.outputs.get(path, R)
         for path, value in self.graph.outputs:
             if value not in leaving:
                 is_loss = value == self.graph.loss
-                yield "the loss" if is_loss else f"output {path}", value, R if is_loss else self.outputs.get(path, R)
-
-
-def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conversion]:
-    return {
-        (module, direction, path): crossing.conversion
-        for module, boundary in boundaries.items()
-        for direction, side in ((Direction.INPUT, boundary.inputs), (Direction.OUTPUT, boundary.outputs))
-        for path, crossing in side.items()
-    }
+                yield (
+                    "the loss" if is_loss else f"output {path}",
+                    value,
+                    R if is_loss else self.planned.outputs.get(path, R),
+                )
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

@@ -23,7 +23,7 @@ from typing import Annotated, cast
 from tpplan.core.errors import ProfileError
 from tpplan.core.files import PACKAGE
 from tpplan.core.mesh import GroupShape
-from tpplan.core.strict_json import Text, decode, encode, read_json
+from tpplan.core.strict_json import Count, Text, decode, encode, read_json
 from tpplan.core.units import DTYPE_BYTES, FLOATING_DTYPES
 from tpplan.machine.interpolate import multilinear
 from tpplan.machine.table_checks import check_unique
@@ -35,7 +35,6 @@ from tpplan.machine.tables import (
     Bandwidth,
     Collective,
     CollectiveTable,
-    Count,
     Estimate,
     Fitted,
     GroupExtrapolation,

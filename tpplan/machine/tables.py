@@ -13,14 +13,11 @@ from typing import Annotated, assert_never
 
 from tpplan.core.errors import ProfileError
 from tpplan.core.mesh import GroupShape
-from tpplan.core.strict_json import Above, AtLeast
+from tpplan.core.strict_json import Above, Amount, AtLeast, Count, Size
 from tpplan.machine.interpolate import multilinear
 from tpplan.machine.table_checks import along, check_curve, check_dtype, check_grid
 
 Positive = Annotated[float, Above(0)]
-NonNegative = Annotated[float, AtLeast(0)]
-Count = Annotated[int, AtLeast(1)]
-Index = Annotated[int, AtLeast(0)]
 
 #: most numbers of a profile that were fitted to training runs
 MOST_FITTED = 2
@@ -118,9 +115,9 @@ class Spread:
     are used like others; `tpplan profile check` warns of them.
     """
 
-    relative: tuple[NonNegative, ...]
+    relative: tuple[Amount, ...]
     noisy_above: Positive
-    noisy: tuple[Index, ...]
+    noisy: tuple[Size, ...]
 
     def __post_init__(self) -> None:
         above = tuple(i for i, spread in enumerate(self.relative) if spread > self.noisy_above)
@@ -148,7 +145,7 @@ class Memory(Part):
     """Device memory, and the part that the model cannot use: CUDA context, NCCL buffers, allocator overhead."""
 
     memory_bytes: Count
-    reserved_bytes: Annotated[int, AtLeast(0)]
+    reserved_bytes: Size
 
     def __post_init__(self) -> None:
         if self.reserved_bytes >= self.memory_bytes:
@@ -161,7 +158,7 @@ class Bandwidth(Part):
     """Device memory bandwidth: bytes read plus bytes written per second."""
 
     hbm_bytes_per_s: Positive
-    relative_error: NonNegative
+    relative_error: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +170,7 @@ class MemoryBoundTable(Part):
 
     bytes: tuple[Count, ...]
     time_s: tuple[Positive, ...]
-    relative_error: tuple[NonNegative, ...]
+    relative_error: tuple[Amount, ...]
     spread: Spread | None = None
 
     def __post_init__(self) -> None:
@@ -195,7 +192,7 @@ class Launch(Part):
     """
 
     launch_s: Positive
-    relative_error: NonNegative
+    relative_error: Amount
     issue_s: Positive | None = None
 
 
@@ -209,7 +206,7 @@ class OptimizerIssue(Part):
     optimizer: str
     sharded_s: Positive
     plain_s: Positive
-    relative_error: NonNegative
+    relative_error: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +223,8 @@ class MatmulTable(Part):
     n: tuple[Count, ...]
     k: tuple[Count, ...]
     time_s: tuple[Positive, ...]
-    relative_error: NonNegative
-    extrapolation_relative_error: NonNegative
+    relative_error: Amount
+    extrapolation_relative_error: Amount
     spread: Spread | None = None
 
     @property
@@ -273,8 +270,8 @@ class AttentionTable(Part):
     sequence: tuple[Count, ...]
     head_dim: tuple[Count, ...]
     time_s: tuple[Positive, ...]
-    relative_error: NonNegative
-    extrapolation_relative_error: NonNegative
+    relative_error: Amount
+    extrapolation_relative_error: Amount
     spread: Spread | None = None
 
     @property
@@ -311,7 +308,7 @@ class AttentionRate(Part):
     dtype: str
     forward_flop_per_s: Positive
     backward_flop_per_s: Positive
-    relative_error: NonNegative
+    relative_error: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +324,7 @@ class CollectiveTable(Part):
     latency_s: Positive
     bytes: tuple[Count, ...]
     time_s: tuple[Positive, ...]
-    relative_error: tuple[NonNegative, ...]
+    relative_error: tuple[Amount, ...]
     spread: Spread | None = None
 
     def __post_init__(self) -> None:
@@ -363,8 +360,8 @@ class CollectiveTable(Part):
 class GroupExtrapolation:
     """Relative error (RMS) of predicting a group from another one, found by leaving out each measured group once."""
 
-    in_node_relative_error: NonNegative
-    across_nodes_relative_error: NonNegative
+    in_node_relative_error: Amount
+    across_nodes_relative_error: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,9 +369,9 @@ class Overlap(Part):
     """Slowdown of simultaneous work: a matmul beside a collective takes 1 + matmul_slowdown times as long as alone, the
     collective 1 + collective_slowdown times. relative_error applies to both factors."""
 
-    matmul_slowdown: NonNegative
-    collective_slowdown: NonNegative
-    relative_error: NonNegative
+    matmul_slowdown: Amount
+    collective_slowdown: Amount
+    relative_error: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +380,6 @@ class Fitted:
 
     name: str
     value: float
-    residual: NonNegative
+    residual: Amount
     runs: Count
     what: str

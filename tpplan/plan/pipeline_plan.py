@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
-from tpplan.core.strict_json import decode, encode, read_json
+from tpplan.core.strict_json import Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
-from tpplan.plan.sections import Amount, Count, SolverReport
+from tpplan.plan.sections.provenance import SolverReport
 
 
 class Schedule(StrEnum):

@@ -16,43 +16,31 @@ from typing import TypeVar
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
 from tpplan.core.mesh import MAX_GPUS, Mesh
-from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, parse_ranges, substitute
-from tpplan.core.strict_json import MAX_INTEGER, decode, encode, read_json
+from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, module_name, parse_ranges, substitute
+from tpplan.core.strict_json import MAX_INTEGER, Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
-from tpplan.plan.sections import (
-    ATTRIBUTE,
-    Amount,
-    BatchPlan,
-    BoundaryPlan,
-    BufferPlan,
-    ClusterPlan,
-    CollectivePlan,
-    Compile,
-    Count,
-    CrossingPlan,
-    ExpertCall,
-    ExpertsPlan,
+from tpplan.plan.sections.modes import Compile, Pass, Precision, Recompute, WorkKind, uses_fsdp
+from tpplan.plan.sections.prediction import CollectivePlan, Prediction
+from tpplan.plan.sections.provenance import (
     Fingerprints,
-    FsdpPlan,
-    LayoutText,
-    MeshPlan,
     Multiples,
-    OpaquePlan,
     OtherShapes,
-    ParameterPlan,
-    Pass,
-    Precision,
-    Prediction,
     ProofReport,
     ProofStatus,
-    Recompute,
     RequestPlan,
-    SizePlan,
     SolverReport,
-    StagePlan,
-    TensorPlan,
-    WorkKind,
-    uses_fsdp,
+)
+from tpplan.plan.sections.ranks import BatchPlan, ClusterPlan, ExpertCall, ExpertsPlan, MeshPlan, StagePlan
+from tpplan.plan.sections.sharding import (
+    ATTRIBUTE,
+    BoundaryPlan,
+    BufferPlan,
+    CrossingPlan,
+    FsdpPlan,
+    LayoutText,
+    OpaquePlan,
+    ParameterPlan,
+    SizePlan,
 )
 from tpplan.plan.tp_shares import TpShares
 
@@ -88,7 +76,6 @@ __all__ = [
     "SizePlan",
     "SolverReport",
     "StagePlan",
-    "TensorPlan",
     "WorkKind",
     "uses_fsdp",
 ]
@@ -197,7 +184,8 @@ class Plan:
                 "solve again"
             )
         plan = decode(cls, data, origin=origin, error=PlanError)
-        plan._check(origin)
+        if (problem := next(plan._problems(), None)) is not None:
+            raise PlanError(f"{origin}: {problem}")
         return plan
 
     def to_dict(self) -> dict[str, object]:
@@ -243,7 +231,7 @@ class Plan:
 
     def size_plans(self) -> dict[str, tuple[SizePlan, ...]]:
         """Module name ("" for the root) -> sizes to replace, with patterns expanded."""
-        return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
+        return {name: sizes for name, sizes in self._by_module(self.sizes).items() if sizes}
 
     def called(self) -> dict[str, tuple[str, ...]]:
         """Module name -> digests of its calls, with patterns expanded."""
@@ -251,16 +239,15 @@ class Plan:
 
     def sharded_losses(self) -> dict[str, int]:
         """Module name ("" for the root) -> number of classes of its sharded cross entropy, with patterns expanded."""
-        return {"" if name == ROOT else name: count for name, (count, _) in self._expanded(self.losses).items()}
+        return self._by_module(self.losses)
 
     def drawing_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
-        names = dict.fromkeys(name for key in self.draws for name, _ in self.expand(key))
-        return tuple("" if name == ROOT else name for name in names)
+        return tuple(dict.fromkeys(self._modules(self.draws)))
 
     def opaque_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) that run whole, with patterns expanded."""
-        return tuple("" if name == ROOT else name for name in self._expanded(self.opaque or {}))
+        return tuple(self._by_module(self.opaque or {}))
 
     def expert_calls(self) -> dict[str, ExpertCall]:
         """Module name -> how it is called, of modules whose experts are divided over ranks, with patterns expanded."""
@@ -275,25 +262,20 @@ class Plan:
 
     def recomputed_modules(self) -> dict[str, Recompute]:
         """Module name ("" for the root) -> how it is recomputed, with patterns expanded, without those that are not."""
-        expanded = self._expanded(self.recompute)
-        modes = {"" if name == ROOT else name: mode for name, (mode, _) in expanded.items()}
-        return {name: mode for name, mode in modes.items() if mode is not Recompute.NONE}
+        return {name: mode for name, mode in self._by_module(self.recompute).items() if mode is not Recompute.NONE}
 
     def fsdp_units(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) that fully_shard wraps, with patterns expanded."""
-        names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
-        return tuple("" if name == ROOT else name for name in names)
+        return tuple(self._modules(self.fsdp.units))
 
     def layers(self) -> tuple[str, ...]:
         """Names of the repeated layers: FSDP units without the root, else members of blocks, else the root, ""."""
-        units = tuple(filter(None, self.fsdp_units()))
-        return units or tuple(name for pattern in self.blocks for name, _ in self.expand(pattern)) or ("",)
+        return tuple(filter(None, self.fsdp_units())) or tuple(self._modules(self.blocks)) or ("",)
 
     def resharded_units(self) -> dict[str, bool]:
         """Name of each FSDP unit except the root -> whether it reshards after forward, with patterns expanded."""
         found = {name: self.fsdp.reshard_after_forward for name in self.fsdp_units() if name}
-        opposite = (name for key in self.fsdp.exceptions for name, _ in self.expand(key))
-        return found | dict.fromkeys(opposite, not self.fsdp.reshard_after_forward)
+        return found | dict.fromkeys(self._modules(self.fsdp.exceptions), not self.fsdp.reshard_after_forward)
 
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """Yields (name, index) for each name that a key stands for. Raises PlanError for a `*` that is in no block."""
@@ -313,73 +295,86 @@ class Plan:
                 found[name] = (table[key], index)
         return found
 
-    def _check(self, origin: str) -> None:
-        """Raises PlanError where products, patterns or ranges are inconsistent, which types cannot express."""
-        batch, degrees = self.batch, self.mesh_degrees
-        if self.experts is not None and degrees.shard % self.experts.ep:
-            raise PlanError(
-                f"{origin}: experts.ep: {self.experts.ep} does not divide mesh_degrees.shard, {degrees.shard}, inside "
-                "which it is laid out"
-            )
-        ranks = self.mesh.data_parallel
+    def _by_module(self, table: Mapping[str, T]) -> dict[str, T]:
+        """Module name ("" for the root) -> its entry in a table, with patterns expanded."""
+        return {module_name(name): entry for name, (entry, _) in self._expanded(table).items()}
+
+    def _modules(self, keys: Iterable[str]) -> Iterator[str]:
+        """Yields the names of modules ("" for the root) that each key stands for."""
+        return (module_name(name) for key in keys for name, _ in self.expand(key))
+
+    def _problems(self) -> Iterator[str]:
+        """Yields where products, patterns or ranges are inconsistent, which types cannot express, by place in the
+        file; those after the first may be its consequences."""
+        yield from self._wrong_degrees()
+        yield from self._wrong_patterns()
+        yield from self._wrong_readers()
+        units = set(self.fsdp_units()) - {""}
+        for position, key in enumerate(self.fsdp.exceptions):
+            if not units.issuperset(self._modules([key])):
+                yield f"fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root"
+        regions = self.recomputed_modules()
+        for inner in regions:  # whose ops would run three times
+            if (region := next(filter(regions.__contains__, holders(inner)), None)) is not None:
+                yield f"recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
+
+    def _wrong_degrees(self) -> Iterator[str]:
+        """Yields degrees and numbers of samples that do not multiply to what they should."""
+        degrees, ep = self.mesh_degrees, self.experts.ep if self.experts is not None else 1
+        if degrees.shard % ep:
+            yield f"experts.ep: {ep} does not divide mesh_degrees.shard, {degrees.shard}, inside which it is laid out"
+            return
+        batch, mesh = self.batch, self.mesh
         if self.cluster.gpus > MAX_GPUS:
-            raise PlanError(f"{origin}: cluster.gpus: expected at most {MAX_GPUS}, got {self.cluster.gpus}")
-        if self.mesh.num_gpus > self.cluster.gpus:
-            raise PlanError(f"{origin}: mesh_degrees: {self.mesh} needs more than cluster.gpus, {self.cluster.gpus}")
-        if batch.global_batch != batch.micro_batch * batch.accumulation_steps * ranks:
-            raise PlanError(
-                f"{origin}: batch.global_batch: expected micro_batch {batch.micro_batch} * accumulation_steps "
-                f"{batch.accumulation_steps} * {ranks} data-parallel ranks, got {batch.global_batch}"
+            yield f"cluster.gpus: expected at most {MAX_GPUS}, got {self.cluster.gpus}"
+        if mesh.num_gpus > self.cluster.gpus:
+            yield f"mesh_degrees: {mesh} needs more than cluster.gpus, {self.cluster.gpus}"
+        if batch.global_batch != batch.micro_batch * batch.accumulation_steps * mesh.data_parallel:
+            yield (
+                f"batch.global_batch: expected micro_batch {batch.micro_batch} * accumulation_steps "
+                f"{batch.accumulation_steps} * {mesh.data_parallel} data-parallel ranks, got {batch.global_batch}"
             )
-        self._check_names(origin)
+
+    def _wrong_patterns(self) -> Iterator[str]:
+        """Yields blocks without a range, more than MAX_NAMES names, so that a hostile file cannot exhaust memory, and
+        patterns of no block."""
+        counts: dict[str, int] = {}
+        total = 0
+        too_many = "{}: patterns up to here stand for {} names: expected at most {}"
+        for pattern, ranges in self.blocks.items():
+            if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
+                yield f"blocks.{pattern}: expected a pattern that ends in its only '*'"
+            try:
+                counts[pattern] = len(parse_ranges(ranges))
+            except ValueError as error:
+                yield f"blocks.{pattern}: {error}"
+                continue
+            total += counts[pattern]
+            if total > MAX_NAMES:
+                yield too_many.format(f"blocks.{pattern}", total, MAX_NAMES)
+        for place, key, copies in self._written_names():
+            total += copies * counts.get(block_of(key), 1)
+            if total > MAX_NAMES:
+                yield too_many.format(place, total, MAX_NAMES)
         for place, key, _ in self._written_names():
             try:
                 tuple(self.expand(key))
             except PlanError as error:
-                raise PlanError(f"{origin}: {place}: {error}") from None
+                yield f"{place}: {error}"
+
+    def _wrong_readers(self) -> Iterator[str]:
+        """Yields parameters and buffers that are too large, or whose readers and aliases cannot be theirs."""
         for name, parameter in self.parameters.items():
             if len(parameter.shape) > MAX_DIMS or prod(parameter.shape) > MAX_INTEGER:
-                raise PlanError(f"{origin}: parameters.{name}.shape: more elements than a tensor can have")
+                yield f"parameters.{name}.shape: more elements than a tensor can have"
         for name, parameter in self.parameter_plans().items():
             if name in parameter.aliases:
-                raise PlanError(f"{origin}: parameters.{name}.aliases: a name cannot be its own alias")
-            starred = next(filter(is_pattern, (*parameter.reads, *parameter.aliases)), None)
-            if starred is not None:
-                raise PlanError(
-                    f"{origin}: parameters.{name}: {starred!r} has a '*', but the parameter's name has none"
-                )
+                yield f"parameters.{name}.aliases: a name cannot be its own alias"
+            if starred := next(filter(is_pattern, (*parameter.reads, *parameter.aliases)), None):
+                yield f"parameters.{name}: {starred!r} has a '*', but the parameter's name has none"
         for name, buffer in self.buffer_plans().items():
             if starred := next(filter(is_pattern, buffer.reads), None):
-                raise PlanError(f"{origin}: buffers.{name}: {starred!r} has a '*', but the buffer's name has none")
-        units = set(self.fsdp_units()) - {""}
-        for position, key in enumerate(self.fsdp.exceptions):
-            if not {name for name, _ in self.expand(key)} <= units:
-                raise PlanError(f"{origin}: fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root")
-        self._check_regions(origin)
-
-    def _check_names(self, origin: str) -> None:
-        """Raises PlanError for more than MAX_NAMES names, so that a hostile file cannot exhaust memory."""
-        counts: dict[str, int] = {}
-        total = 0
-
-        def add(place: str, number: int) -> None:
-            nonlocal total
-            total += number
-            if total > MAX_NAMES:
-                raise PlanError(
-                    f"{origin}: {place}: patterns up to here stand for {total} names: expected at most {MAX_NAMES}"
-                )
-
-        for pattern, ranges in self.blocks.items():
-            if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
-                raise PlanError(f"{origin}: blocks.{pattern}: expected a pattern that ends in its only '*'")
-            try:
-                counts[pattern] = len(parse_ranges(ranges))
-            except ValueError as error:
-                raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
-            add(f"blocks.{pattern}", counts[pattern])
-        for place, key, copies in self._written_names():
-            add(place, copies * counts.get(block_of(key), 1))
+                yield f"buffers.{name}: {starred!r} has a '*', but the buffer's name has none"
 
     def _written_names(self) -> Iterator[tuple[str, str, int]]:
         """Yields (place in the file, key, number of names made of each name that the key stands for)."""
@@ -400,13 +395,3 @@ class Plan:
         lists = {"draws": self.draws, "fsdp.units": self.fsdp.units, "fsdp.exceptions": self.fsdp.exceptions}
         for section, names in lists.items():
             yield from ((f"{section}[{position}]", key, 1) for position, key in enumerate(names))
-
-    def _check_regions(self, origin: str) -> None:
-        """Raises PlanError for a recomputed region inside another, whose ops would run three times."""
-        regions = self.recomputed_modules()
-        for inner in regions:
-            region = next((around for around in holders(inner) if around in regions), None)
-            if region is not None:
-                raise PlanError(
-                    f"{origin}: recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
-                )

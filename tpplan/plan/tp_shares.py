@@ -6,16 +6,13 @@ not, as it is divided like the first run. An op is divided where each of tp rank
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
-from tpplan.core.strict_json import AtLeast
+from tpplan.core.strict_json import Amount
 
 #: how a reason begins that holds for the plan's machine alone
 BY_PRICES = "faster so by the prices"
 #: of a step's FLOPs or seconds: a module of which less runs whole is not listed
 LISTED_SHARE = 0.01
-
-Share = Annotated[float, AtLeast(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +21,9 @@ class ModuleShares:
     that is divided, and the seconds of a step in ops that every rank runs whole. `reason` says why the dearest of these
     does; it is given where they cost LISTED_SHARE of the step."""
 
-    flops_share: Share
-    divided_flops_share: Share
-    whole_seconds: Share
+    flops_share: Amount
+    divided_flops_share: Amount
+    whole_seconds: Amount
     reason: str | None = None
 
     def is_listed(self, step_time_s: float) -> bool:
@@ -40,8 +37,8 @@ class TpShares:
     """The share of a step's FLOPs that tensor parallelism divides, that of the elements of all parameters, and modules
     by pattern ("<root>" is the model itself)."""
 
-    flops_share: Share
-    parameters_share: Share
+    flops_share: Amount
+    parameters_share: Amount
     modules: Mapping[str, ModuleShares]
 
     def listed(self, step_time_s: float) -> Iterator[tuple[str, ModuleShares]]:

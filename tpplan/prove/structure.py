@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from torch import nn
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op, enclosing
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Call, Strategy, written_sizes
@@ -81,7 +82,7 @@ class Original:
             graph = trace(own, self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques)
         except TraceError:
             return False
-        return graph.fingerprint == self.assignment.graph.fingerprint
+        return graph_fingerprint(graph) == graph_fingerprint(self.assignment.graph)
 
     def difference(self, rank: int, plan: Plan) -> Counterexample | None:
         """The first difference of the model that a rank makes by applying the plan; None where it runs the same ops."""

@@ -7,7 +7,7 @@ that together make it (tpplan.search.conflicts), and the search goes on. Points 
 then that of the problem without them.
 
 The search assumes three things, and the plan notes where it did: that graphs at other micro-batches grow as from the
-smallest to the next, and with each size what an op runs (tpplan.search.points.grown_graph,
+smallest to the next, and with each size what an op runs (tpplan.search.models.grown_graph,
 tpplan.costs.runs.grown_executions; the answer's graph is traced, its ops are run, and both compared); that graphs of
 other numbers of ranks that divide experts follow from those of two (tpplan.experts.degree_graph, likewise compared);
 and that across nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
@@ -18,17 +18,17 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.costs.step.step_time import Priced, price
+from tpplan.costs.prediction.step_time import Priced, price
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.plan import Plan, ProofStatus, SolverReport
 from tpplan.plan.proof_hash import as_proven
 from tpplan.search.best_first import Progress, explore
 from tpplan.search.build_plan import plan_of
 from tpplan.search.counterexamples import culprit_of, forbid, put_to_proof
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.other_shapes import with_other_shapes
 from tpplan.search.points.mesh_points import Point, applicable
 from tpplan.search.points.point_solver import Candidate, PointSolver, Solvers
-from tpplan.search.points.trace_cache import Traced
 from tpplan.search.why_whole import with_reasons
 from tpplan.solvers.problem import Status
 

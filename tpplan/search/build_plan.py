@@ -8,11 +8,12 @@ from typing import Any, TypedDict
 import torch
 
 from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
-from tpplan.costs.step.memory_replay import bytes_between
-from tpplan.costs.step.step_time import Priced
+from tpplan.costs.prediction.memory_replay import bytes_between
+from tpplan.costs.prediction.step_time import Priced
 from tpplan.experts.expert_share import Division
 from tpplan.experts.row_wise import ROW_WISE
 from tpplan.layouts.assignment import Assignment
@@ -51,8 +52,8 @@ from tpplan.plan.plan import (
     SolverReport,
     StagePlan,
 )
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.point_solver import PointSolver
-from tpplan.search.points.trace_cache import Traced
 from tpplan.search.tp_shares import tp_shares
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import path_of
@@ -103,7 +104,7 @@ def plan_of(
         predicted=priced.predicted,
         solver=certificate,
         fingerprints=Fingerprints(
-            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
+            parameters=parameters_fingerprint(rows), graph=graph_fingerprint(graph), inputs=input_shapes(traced.inputs)
         ),
         proof=ProofReport(
             status=status,

@@ -19,9 +19,9 @@ from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
 from tpplan.search.conflicts import conflict_of, in_like_blocks
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
-from tpplan.search.points.trace_cache import Traced
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from tpplan.experts.expert_share import Division
 from tpplan.experts.find_experts import find_experts
 from tpplan.experts.row_wise import why_not_divided
 from tpplan.plan.plan import ExpertCall
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.mesh_points import Point, applicable, points_of
 from tpplan.search.points.options import Options
 from tpplan.search.points.point_solver import PointSolver, Solvers
-from tpplan.search.points.trace_cache import Traced
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
-from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
+from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.structure import Original, digest_of, find_difference
 from tpplan.search.like_calls import LikeCalls
-from tpplan.search.points.trace_cache import TraceCache, Traced
+from tpplan.search.models.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, path_of
 from tpplan.trace.whole.opaque import Opaques

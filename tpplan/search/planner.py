@@ -8,11 +8,11 @@ from typing import Literal
 from tpplan.core.errors import PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
-from tpplan.core.name_patterns import ROOT
-from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.core.name_patterns import module_name
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.memory_replay import memory
+from tpplan.costs.prediction.step_time import price as price_assignment
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.step_time import price as price_assignment
 from tpplan.experts.expert_share import whole_shape
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
@@ -20,20 +20,13 @@ from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
 from tpplan.search.expert_degrees import every_degree
+from tpplan.search.models.model_spec import length_of, takes_batch_alone
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.points.mesh_points import Point, applicable, points_of
-from tpplan.search.points.model_spec import length_of, takes_batch_alone
-from tpplan.search.points.options import (
-    Allows,
-    Batch,
-    BuildModel,
-    Cluster,
-    ExampleInputs,
-    Options,
-    Progress,
-)
+from tpplan.search.points.options import Allows, Batch, Cluster, Options, Progress
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
@@ -87,7 +80,7 @@ def solve(
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
     modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which
     strategies of a decision may be chosen.
-    `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
+    `reuse` is what several calls for one model share (tpplan.search.models.trace_cache). Raises ModelError,
     ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     options = Options(
@@ -216,6 +209,6 @@ def price(
 def _repriced(plan: Plan, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
     """The plan's modules that run whole, with other seconds by module."""
     return {
-        key: replace(whole, seconds=max(seconds.get("" if name == ROOT else name, 0.0) for name, _ in plan.expand(key)))
+        key: replace(whole, seconds=max(seconds.get(module_name(name), 0.0) for name, _ in plan.expand(key)))
         for key, whole in (plan.opaque or {}).items()
     }

@@ -10,15 +10,15 @@ from functools import cached_property
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.core.units import format_seconds
-from tpplan.costs.step.step_time import Priced
+from tpplan.costs.prediction.step_time import Priced
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.rules import OPAQUE, Call, Strategy, call_strategies, has_rule
 from tpplan.plan.plan import Plan
 from tpplan.plan.tp_shares import BY_PRICES
+from tpplan.search.models.trace_cache import Traced
 from tpplan.search.obstacles import Obstacles
 from tpplan.search.points.point_solver import Candidate, PointSolver
-from tpplan.search.points.trace_cache import Traced
 from tpplan.search.tp_shares import OpWork, module_pattern, op_work
 from tpplan.solvers.problem import Conflict
 

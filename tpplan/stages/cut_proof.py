@@ -3,7 +3,7 @@
 from collections.abc import Collection, Hashable, Mapping
 
 from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.stages.cuts import given_by
 from tpplan.stages.stub import RECEIVED
 

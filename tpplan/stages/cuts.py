@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, SourceKind, enclosing, within
-from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError, UsageError
-from tpplan.plan.sections import Precision, StagePlan
+from tpplan.plan.sections.modes import Precision
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.stages.stage_model import as_stage, keep_stages
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals.modules import own_buffers, own_parameters

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.sections import Precision, StagePlan
+from tpplan.plan.sections.modes import Precision
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_parameters

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import within
-from tpplan.plan.sections import Precision
+from tpplan.plan.sections.modes import Precision
 from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import untraced

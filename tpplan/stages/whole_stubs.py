@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, within
 from tpplan.core.layout import Layout
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
 
 
 def nodes_in_stubs(graph: ModelGraph, stage: StagePlan) -> dict[str, Op | Boundary]:

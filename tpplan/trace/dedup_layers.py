@@ -46,8 +46,8 @@ def like_layers_once(
 
     marks: those of module boundaries; layers of a group make theirs inside their forwards. plan_digest: layers that a
     plan treats differently are not alike. classes: class of a layer by its name; layers of different classes are not
-    alike. Raises NotAlikeError at the end, whatever
-    else was raised, where a sibling did something else than the layer it was taken to be like.
+    alike. Raises NotAlikeError at the end, whatever else was raised, where a sibling did something else than the layer
+    it was taken to be like.
     """
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []

@@ -27,7 +27,6 @@ from tpplan.core.graph import (
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
-from tpplan.experts.expert_share import share_of
 from tpplan.layouts.rules import base_target
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree
@@ -35,6 +34,7 @@ from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
 from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
+from tpplan.trace.graph_sources import ModelSources
 from tpplan.trace.hooks.parameter_names import registered_name
 from tpplan.trace.layer_images import Given, LayerImages, NotAlikeError
 from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
@@ -69,7 +69,7 @@ class _Frame:
 
 @dataclass
 class GraphReader:
-    """Turns a program of the model into a ModelGraph. For one use."""
+    """Turns one program of the model into a ModelGraph; another program needs another reader."""
 
     model: nn.Module
     program: Program
@@ -94,10 +94,10 @@ class GraphReader:
         return {name: first.setdefault(id(module), name) for name, module in named}
 
     def read(self, *, is_compared: bool = False) -> ModelGraph:
-        """The graph of the whole program. is_compared: it is only compared with another node by node, and says neither
-        which values are read nor which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
+        """The graph of the whole program. is_compared: the graph is only compared with another one, node by node; it
+        does not say which values are read or which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
-        outputs = self._walk(self.program.graph_module, names)
+        outputs = self._walk(names)
         num_returned = len(outputs) - len(self.program.left)
         tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
         leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
@@ -122,54 +122,16 @@ class GraphReader:
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
 
     def _placeholders(self) -> dict[str, Argument]:
-        """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one
-        source."""
-        parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        by_label = dict(self.model.named_parameters(remove_duplicate=False))
-        for label, parameter in by_label.items():
-            parameters[id(parameter)].append(label)
+        """The value of each placeholder, by the node's name. Adds the sources."""
+        own = ModelSources(self.model)
         nodes = {node.name: node for node in self.program.graph_module.graph.nodes if node.op == "placeholder"}
-        canonical: dict[str, str] = {}
         names: dict[str, Argument] = {}
         for given in self.program.given:
-            value = nodes[given.placeholder].meta.get("val")
-            label = given.label if given.kind is SourceKind.INPUT else given.label.removeprefix("model.")
-            aliases: tuple[str, ...] = ()
-            trainable = False
-            if given.kind is SourceKind.PARAMETER:
-                trainable = by_label[label].requires_grad
-                label, *others = parameters[id(by_label[label])]
-                aliases = tuple(others)
-                if label in canonical:
-                    names[given.placeholder] = Ref(canonical[label])
-                    continue
-            elif given.kind is SourceKind.BUFFER:
-                own = buffers.get(label)  # None where forward has deleted it
-                aliases = tuple(name for name, buffer in buffers.items() if buffer is own and name != label)
-            if not isinstance(value, torch.Tensor):
-                if given.kind is not SourceKind.INPUT:
-                    raise ModelError(f"input {label} of the traced graph is a {given.kind}, which is not a tensor")
-                names[given.placeholder] = argument_of(value, {})
-                continue
-            name = self._fresh(f"{given.kind}:{label}")
-            if given.kind is SourceKind.PARAMETER:
-                canonical[label] = name
-            is_differentiated = given.kind is SourceKind.INPUT and value.requires_grad
-            self._add_value(name, value, carries_gradient=trainable or is_differentiated)
-            is_parameter = given.kind is SourceKind.PARAMETER
-            share = share_of(modules[label.rpartition(".")[0]]) if is_parameter else None
-            self.sources.append(
-                Source(
-                    kind=given.kind,
-                    result=name,
-                    label=label,
-                    aliases=aliases,
-                    trainable=trainable,
-                    ep=share.ep if share is not None else 1,
-                )
-            )
+            value, source = nodes[given.placeholder].meta["val"], own.source(given)
+            name = self._fresh(source.result)
+            is_differentiated = source.kind is SourceKind.INPUT and value.requires_grad
+            self._add_value(name, value, carries_gradient=source.trainable or is_differentiated)
+            self.sources.append(replace(source, result=name))
             names[given.placeholder] = Ref(name)
         return names
 
@@ -187,16 +149,15 @@ class GraphReader:
             storage=storage,
         )
 
-    def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
-        """Reads the nodes of one graph in order. Returns its outputs."""
-        for node in module.graph.nodes:
+    def _walk(self, names: dict[str, Argument]) -> list[Argument]:
+        """Reads the program's nodes in order. Returns its outputs."""
+        for node in self.program.graph_module.graph.nodes:
             match node.op:
                 case "placeholder":
                     continue
                 case "get_attr" | "call_function":
-                    read = self._attribute if node.op == "get_attr" else self._call
                     try:
-                        names[node.name] = read(module, node, names)
+                        names[node.name] = self._attribute(node) if node.op == "get_attr" else self._call(node, names)
                     except UnreadableError:
                         raise
                     except ModelError as error:
@@ -207,8 +168,8 @@ class GraphReader:
                     raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
         return []
 
-    def _attribute(self, module: Any, node: Any, _names: dict[str, Argument]) -> Argument:
-        value = operator.attrgetter(node.target)(module)
+    def _attribute(self, node: Any) -> Argument:
+        value = operator.attrgetter(node.target)(self.program.graph_module)
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
         where, shape = node.meta.get(SCOPE) or "the root", list(value.shape)
@@ -229,7 +190,7 @@ class GraphReader:
             self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
         return Ref(name)
 
-    def _call(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
+    def _call(self, node: Any, names: dict[str, Argument]) -> Argument:
         if node.target is operator.getitem:
             container = names[node.args[0].name]
             return container[node.args[1]] if isinstance(container, tuple) else None

@@ -22,8 +22,8 @@ class NotAlikeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The sources as a traced layer sees them: its own, with what of their labels follows its name; those of all
-    others; the source of each label; and how many there are."""
+    """The sources as a traced layer sees them: `own` are its own, as (value, label after the layer's name), `outside`
+    the values of all others, `labels` the value of each label; `count` is the number of all."""
 
     own: list[tuple[str, str]]
     outside: dict[str, None]

@@ -142,6 +142,18 @@ def record(
             _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
         raise StoppedError(_without_empty(graphs[0]) if graphs else torch.fx.Graph()) from error
+    return _program(graph_module, given, specs[0], tuple(left or ()), known, counts)
+
+
+def _program(
+    graph_module: torch.fx.GraphModule,
+    given: Sequence[tuple[SourceKind, str, Tensor]],
+    out_spec: pytree.TreeSpec,
+    left: tuple[str, ...],
+    known: ConcreteValues,
+    counts: Counts,
+) -> Program:
+    """The program of a recorded graph, and the answers that its code was given."""
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Program(
         graph_module=graph_module,
@@ -149,8 +161,8 @@ def record(
             Given(placeholder=name, kind=kind, label=label)
             for name, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
-        out_spec=specs[0],
-        left=tuple(left or ()),
+        out_spec=out_spec,
+        left=left,
         questions=tuple(known.questions),
         guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
         varies=counts.varies or bool(known.guessed),

@@ -88,14 +88,7 @@ def _trace_marking(
 ) -> tuple[ModelGraph, Opaques]:
     """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
     marks = _Marks(model)
-    if untouched:
-        marks.opaques.untouched = untouched
-        marks.add("", untouched, ModelError(untouched))
-    for name, reason in _with_hooks(marks.model):
-        if "" not in marks.opaques.reasons and name not in marks.opaques.reasons and not marks.opaques.hides(name):
-            marks.add(name, reason, ModelError(f"module {name or 'the root'} {reason}"))
-    for name, reason in whole:
-        marks.add(name, reason, ModelError(reason))
+    marks.begin(untouched, whole)
     while True:
         try:
             graph = trace(
@@ -109,15 +102,7 @@ def _trace_marking(
                 like=like,
             )
         except TraceError as error:
-            if isinstance(error.__cause__, MixedDtypesError):
-                raise
-            if isinstance(error.__cause__, UnobservedError):
-                _observe(marks, build, error.__cause__)
-            elif (failure := own_failure(error.__cause__, has_run=False)) is not None:
-                raise failure from error.__cause__
-            else:
-                at = f", at {error.line}" if error.line else ""
-                marks.add(error.module, _first_line(error.__cause__) + at, error)
+            _mark_failed(marks, build, error)
         except CapturedError:
             raise
         except (UnreadableError, ReplacedError) as error:
@@ -137,6 +122,17 @@ class _Marks:
     opaques: Opaques = field(default_factory=Opaques)
     errors: dict[str, ModelError] = field(default_factory=dict)
     observed: list[OpaqueCall] = field(default_factory=list)
+
+    def begin(self, untouched: str, whole: Sequence[tuple[str, str]]) -> None:
+        """Marks the root where `untouched`, the modules with hooks on gradients, and (module, reason) of `whole`."""
+        if untouched:
+            self.opaques.untouched = untouched
+            self.add("", untouched, ModelError(untouched))
+        for name, reason in _with_hooks(self.model):
+            if "" not in self.opaques.reasons and name not in self.opaques.reasons and not self.opaques.hides(name):
+                self.add(name, reason, ModelError(f"module {name or 'the root'} {reason}"))
+        for name, reason in whole:
+            self.add(name, reason, ModelError(reason))
 
     def add(self, name: str | None, reason: str, error: ModelError) -> None:
         """Marks a module under all its names; where it is marked already, or cannot be, the nearest module around it.
@@ -205,6 +201,21 @@ class _Marks:
 def has_forward(module: nn.Module) -> bool:
     """False for a container such as nn.ModuleList, which cannot be called."""
     return type(module).forward is not nn.Module.forward
+
+
+def _mark_failed(marks: _Marks, build: Callable[[], nn.Module], error: TraceError) -> None:
+    """Marks the module in which a trace failed; where a marked module was called in a way not observed yet, observes
+    that. Raises the error for mixed dtypes, and tpplan's own failure where that is the cause."""
+    cause = error.__cause__
+    if isinstance(cause, MixedDtypesError):
+        raise error
+    if isinstance(cause, UnobservedError):
+        _observe(marks, build, cause)
+    elif (failure := own_failure(cause, has_run=False)) is not None:
+        raise failure from cause
+    else:
+        at = f", at {error.line}" if error.line else ""
+        marks.add(error.module, _first_line(cause) + at, error)
 
 
 def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
+from tpplan.trace.answers.varying_dims import varying_as, with_varying
 from tpplan.trace.boundary_marks import BoundaryHook, BoundaryMarks, boundaries_marked
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import (
@@ -38,7 +40,6 @@ from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
-from tpplan.trace.varying_dims import varying_as, with_varying
 from tpplan.trace.whole.opaque import Opaques, recording
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,8 @@ def trace(
 
     inputs: what example_inputs gives; entries of a mapping that forward does not take go to the loss alone.
     cast: changes each tensor before it crosses a boundary, as FSDP's mixed precision does.
-    doings: of a model that a plan was applied to, doings(module name) is what the plan does inside the module. Layers
-        that are alike, and under equal doings, are traced once.
+    plan_digest: of a model that a plan was applied to, plan_digest(module name) is what the plan does inside the
+        module. Layers that are alike, and for which it is equal, are traced once.
     otherwise: numbers of the code's yes-or-no questions about values of inputs that are answered the other way.
     opaques: the modules that run whole, each as one operator.
     fresh: gives another copy of the model, in which nothing has run yet, for each further run.
@@ -224,7 +225,7 @@ def assumptions(
                 if _is_raised_by_model(error.__cause__):
                     continue
             else:
-                if other.fingerprint == graph.fingerprint:
+                if graph_fingerprint(other) == graph_fingerprint(graph):
                     continue
         found.append(f"{where} is {answer}")
     return tuple(found)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.costs.step.step_time import step_time
+from tpplan.costs.prediction.step_time import step_time
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
-from tpplan.search.points.model_spec import ModelSpec
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.subject import Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.trial.chrome_trace import Trace
 from tpplan.trial.turns import in_measured_parts
 from tpplan.trial.worst_predicted import Row, collective_rows, op_rows

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.costs.step.step_time import step_time
+from tpplan.costs.prediction.step_time import step_time
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Compile, Plan
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.subject import Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.planner import solve
-from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 
 MATMULS, OVERLAP = "matmul_slowdown", "overlap_slowdown"
 #: name of a fitted number -> what it is

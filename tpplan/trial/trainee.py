@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tpplan.apply.apply import apply_plan, no_sync
 from tpplan.apply.autocast import autocast_of
 from tpplan.plan.plan import Compile, Plan, Precision
-from tpplan.search.points.model_spec import ModelSpec
+from tpplan.search.models.model_spec import ModelSpec
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.train.deferred_init import Recording, record

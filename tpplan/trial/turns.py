@@ -14,7 +14,7 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.measure.timer import slowest
 from tpplan.plan.parts import ACCUMULATION, COMPUTE, ISSUE, RECOMPUTATION, TENSOR_PARALLEL, TP_REDUCTION
 from tpplan.plan.plan import Plan
-from tpplan.search.points.model_spec import ModelSpec
+from tpplan.search.models.model_spec import ModelSpec
 from tpplan.trial.chrome_trace import MEASURED_PARTS, Trace
 from tpplan.trial.trainee import Trainee, seconds_of
 

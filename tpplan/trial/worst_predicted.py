@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tpplan.core.graph import Op
 from tpplan.core.layout import local_shape
 from tpplan.core.mesh import Axis
+from tpplan.costs.prediction.step_time import formulated
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.step.step_time import formulated
 from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan

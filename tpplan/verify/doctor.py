@@ -19,9 +19,9 @@ from tpplan import solvers
 from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.mesh import Axis
 from tpplan.layouts import rules
+from tpplan.search.models.user_model import load_model_file
 from tpplan.search.planner import solve
 from tpplan.search.points.options import Cluster
-from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers.problem import Expression, Node, Problem, Term
 from tpplan.torch_internals.operators import missing_ops
 from tpplan.torch_internals.probes import failed_probes, probes

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
-from tpplan.core.name_patterns import ROOT, holders
-from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.collectives_of_step import collectives
-from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.step_time import with_peak
+from tpplan.core.graph_fingerprint import graph_fingerprint
+from tpplan.core.name_patterns import ROOT, holders, module_name
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.collectives_of_step import collectives
+from tpplan.costs.prediction.memory_replay import memory
+from tpplan.costs.prediction.step_time import with_peak
 from tpplan.experts.expert_share import whole_shape
 from tpplan.experts.row_wise import why_not_divided
 from tpplan.layouts.assignment import Assignment
@@ -31,9 +32,9 @@ from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan
 from tpplan.plan.proof_hash import as_proven
 from tpplan.prove.structure import find_difference
 from tpplan.search.build_plan import input_shapes
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.other_shapes import other_shapes
-from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache, Traced
 from tpplan.search.tp_shares import counted_again
 from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import Issued, listed
@@ -120,7 +121,7 @@ def _fingerprints(traced: Traced) -> Fingerprints:
         parameters=parameters_fingerprint(
             {name: (whole_shape(traced.model, name, w), w.requires_grad) for name, w in rows}
         ),
-        graph=traced.graph.fingerprint,
+        graph=graph_fingerprint(traced.graph),
         inputs=input_shapes(traced.inputs),
     )
 
@@ -161,7 +162,7 @@ def _static_problems(plan: Plan, traced: Traced, prints: Fingerprints | None) ->
     modules = {name for name, _ in traced.model.named_modules(remove_duplicate=False)}
     for section, keys in _named_modules(plan).items():
         for place, key in keys:
-            missing = next((name for name, _ in plan.expand(key) if _plain(name) not in modules), None)
+            missing = next((name for name, _ in plan.expand(key) if module_name(name) not in modules), None)
             if missing is not None:
                 yield f"{section}{place}: the model has no module {missing!r}"
     yield from _unit_problems(plan)
@@ -194,15 +195,12 @@ def _unit_problems(plan: Plan) -> Iterator[str]:
     """Yields FSDP units in a wrong order: a module is sharded once, and modules inside it before it."""
     seen: set[str] = set()
     for position, key in enumerate(plan.fsdp.units):
-        for name, _ in plan.expand(key):
-            around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
+        for written, _ in plan.expand(key):
+            name = module_name(written)
+            around = next((other for other in (name, *holders(name)) if other in seen), None)
             if around is not None:
-                yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it: move it before"
-            seen.add(_plain(name))
-
-
-def _plain(name: str) -> str:
-    return "" if name == ROOT else name
+                yield f"fsdp.units[{position}]: {written} comes after {around or ROOT}, which holds it: move it before"
+            seen.add(name)
 
 
 # ---- what follows from layouts

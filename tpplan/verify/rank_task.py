@@ -28,8 +28,8 @@ from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.mesh import AXES, Axis
 from tpplan.plan.plan import Pass, Plan, Precision
-from tpplan.search.points.model_spec import ModelSpec
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.user_model import load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
 from tpplan.trace.forward_arguments import Inputs, forward_inputs

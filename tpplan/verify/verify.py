@@ -31,7 +31,7 @@ from tpplan.core.layout import R, local_shape
 from tpplan.core.units import format_bytes
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 from tpplan.trace.trace import quiet
 from tpplan.verify.collective_log import Difference, Issued, differences, first_member, listed
 from tpplan.verify.prove_plan import prove_plan

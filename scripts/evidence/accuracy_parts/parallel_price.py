@@ -33,7 +33,7 @@ from accuracy_parts.models import example_inputs
 from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
 from accuracy_parts.parallel_read import ParallelRun, layers_of_stages
 from accuracy_parts.schedule import schedule_time
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Op, within
 from tpplan.core.mesh import GroupShape
 from tpplan.costs.step.formulate import Formulation

@@ -173,7 +173,7 @@ def parts(priced: Priced) -> Parts:
     choice = priced.choice
     beside, alone = [], sum(t.value(choice) for t in plain.problem.objective if t.name not in (*KERNELS, DATA_PARALLEL))
     if plain.mesh.data_parallel > 1:
-        for overlap, slower in zip(*(f.fsdp_communication.collectives() for f in (plain, slow)), strict=True):
+        for overlap, slower in zip(*(f.objective.fsdp_communication.collectives() for f in (plain, slow)), strict=True):
             transfer = overlap.transfer.value(choice)
             if overlap.compute is None or slower.compute is None:
                 alone += transfer * overlap.weight * overlap.count.constant

@@ -18,9 +18,9 @@ from tpplan.core.errors import InternalError, TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.planner import solve
 from tpplan.search.points.options import Allows, Cluster
-from tpplan.search.points.trace_cache import Reuse
 from tpplan.verify.prove_plan import prove_plan
 
 TP = 2

@@ -14,7 +14,7 @@ from made_up_machine import GPUS_PER_NODE, machine
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.search.points.user_model import load_model_file
+from tpplan.search.models.user_model import load_model_file
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -12,10 +12,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce_in_place
 from tpplan.apply.collectives.tp_gradients import Slot, buckets
 from tpplan.core.errors import UsageError
-from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.torch_internals.operators import copy_each

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce, all_reduce_in_place
-from tpplan.core.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, is_captured, running_backward
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.torch_internals.operators import copy_each

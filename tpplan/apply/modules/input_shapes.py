@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tpplan.apply.modules.local_sizes import dim_of
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
+from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.trace.forward_arguments import named_tensors, positional_names
 
 

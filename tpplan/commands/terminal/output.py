@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from tpplan.core.escapes import escaped_lines
@@ -44,6 +44,18 @@ def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
     write("\n".join(lines_of(terminal_width())) + "\n")
 
 
+def print_answer(lines: Iterable[str], data: object, *, as_json: bool) -> None:
+    """Writes an answer to stdout: its data as JSON, or its lines, folded to the terminal's width."""
+    if as_json:
+        write_json(data)
+    else:
+        _print_folded(lines)
+
+
+def _print_folded(lines: Iterable[str]) -> None:
+    print_lines(lambda width: [part for line in lines for part in folded(line, width)])
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Rows with cells padded to the width of their column, left-aligned in the columns `left`, else right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -76,7 +88,7 @@ def print_any(plan: Plan | PipelinePlan, *, as_json: bool) -> None:
     elif as_json:
         write(plan.dumps())
     else:
-        print_lines(lambda width: [part for line in stage_lines(plan) for part in folded(line, width)])
+        _print_folded(stage_lines(plan))
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

@@ -1,7 +1,7 @@
-"""Step: the time and the memory of a whole training step, as an ILP and as a prediction.
+"""Step: the seconds and the memory of a whole training step, as the ILP of a mesh.
 
-In: priced decisions, a mesh, the settings of training. Out: `Formulation`, the ILP of a mesh; of an assignment its
-collectives, its seconds by part, and the timeline of its memory, replayed op by op.
+In: priced decisions, a mesh, the settings of training. Out: `Formulation`, the ILP whose objective is the seconds of a
+step (`Objective`) and whose resources are bytes at each moment at which memory may peak (`Peaks`).
 
-Imports: core, layouts, machine, plan, solvers; costs, costs/runs.
+Imports: apply, core, layouts, machine, plan, solvers; costs, costs/runs.
 """

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups

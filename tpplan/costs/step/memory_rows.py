@@ -1,8 +1,8 @@
 """The memory constraint: a row of the ILP for each moment of a step at which a rank may hold most.
 
-A step replayed op by op (tpplan.costs.step.memory_replay) has its peak in one of these moments, and each row is at
-least what the replay finds there. L is what lasts throughout: parameters, states, inputs, slack, and the gradients of
-earlier micro-batches.
+A step replayed op by op (tpplan.costs.prediction.memory_replay) has its peak in one of these moments, and each row is
+at least what the replay finds there. L is what lasts throughout: parameters, states, inputs, slack, and the gradients
+of earlier micro-batches.
 
     at the loss         L + all saved activations + the most around the layers
     in a layer          L + the activations saved up to the last layer of a family + the gradients of the layers behind
@@ -30,6 +30,7 @@ from typing import Any
 from tpplan.core.graph import Source
 from tpplan.core.mesh import Mesh
 from tpplan.costs.layer_activations import Activations
+from tpplan.costs.step.gathered_layers import GatheredLayers
 from tpplan.costs.step.layer_groups import Families, Family
 from tpplan.costs.step.parameter_bytes import RowBytes
 from tpplan.layouts.decision_space import Space
@@ -160,9 +161,9 @@ class Peaks:
 
     def _at_the_loss(self) -> Iterator[Term]:
         yield from self.activations.kept_outside()
-        yield from self._gathered_throughout()
+        yield from self.gathered.throughout()
         if self.mesh.shard > 1:  # the flat buffer of the layer gathered last, or of the next
-            yield Term(name=BUFFERS, expressions=(Expression(), *self._gathered), weight=1 + self._cast)
+            yield Term(name=BUFFERS, expressions=(Expression(), *self.gathered.each), weight=1 + self.gathered.cast)
         if self.uses_fsdp and self.activations.is_between:  # a layer's gradients may still be reduced
             yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families.all)))
         stretch = self.activations.around(self._growing(), is_before=False)
@@ -171,9 +172,9 @@ class Peaks:
     def _in_a_layer(self, families: Sequence[Family]) -> Iterator[Term]:
         last = max(family.end for family in families)
         yield from self.activations.kept_outside(until=last)
-        yield from self._gathered_throughout()
+        yield from self.gathered.throughout()
         if self.uses_fsdp:
-            yield self._gathered_for_a_while()
+            yield self.gathered.for_a_while()
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))
         remade = [expression for family in families for expression in self._made_again(family)]
         yield Term(name=SAVED, expressions=(Expression(), *remade))
@@ -192,7 +193,7 @@ class Peaks:
         yield from self.activations.kept_outside(before=self.activations.first)
         for unit in self.root:
             yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),), weight=2.0)
-        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=2.0)
+        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self.gathered.each), weight=2.0)
         if self._has_frozen_layers:
             yield self._passed_between_layers()
 
@@ -201,9 +202,9 @@ class Peaks:
         are less than a layer, a buffer and gradients in a layer's backward."""
         last = max(family.end for family in self.families.all)
         yield from self.activations.kept_outside(until=last)
-        yield from self._gathered_throughout()
+        yield from self.gathered.throughout()
         found = [Expression()]
-        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+        for kind, gathered in zip(self.kinds, self.gathered.each, strict=True):
             found.append(scaled(gathered, 2.0))
             found += kind.count(reshard=True).where_any(scaled(gathered, 3.0))
         yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
@@ -228,9 +229,9 @@ class Peaks:
             for unit in self.root:
                 yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),))
             is_first = len(self.families.earlier) == 1 and self.mesh.shard > 1  # then no layer before it is prefetched
-            times = 1.0 if is_first else self._gatherings
-            yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=times)
-            yield from self._gathered_before()
+            times = 1.0 if is_first else self.gathered.at_once
+            yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self.gathered.each), weight=times)
+            yield from self.gathered.before_the_first()
             yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families.all)))
         yield from self._kept_by_layers(self.families.earlier[:-1])
         yield Term(name=SAVED, expressions=(Expression(), *self._wholes(family)))
@@ -320,54 +321,18 @@ class Peaks:
 
     # FSDP
 
-    @property
-    def _cast(self) -> float:
-        """The cast copy of a rank's shard, as a part of the gathered unit."""
-        return 1 / self.mesh.shard if self.precision is Precision.BF16_MIXED else 0.0
-
-    @property
-    def _gatherings(self) -> float:
-        """Gathered layers at once: a layer and the next one's buffer, on one shard a layer and its cast copy."""
-        if self.mesh.shard > 1:
-            return 2 + self._cast
-        return 1 + float(self.precision is Precision.BF16_MIXED)
-
-    def _gathered_throughout(self) -> Iterator[Term]:
-        """Parameters of the root and of the layers that are not resharded."""
-        if not self.uses_fsdp:
-            return
-        for unit in self.root:
-            yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),))
-        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
-            yield from kind.count(reshard=False).times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
-
-    def _gathered_before(self) -> Iterator[Term]:
-        """Parameters of layers that are not resharded, in families before the largest and, if recomputed, in it.
-
-        Without these, from the last layer to the first each frees no more than the one after it, so what is held is
-        convex and largest at an end. Counting them at the first layer covers every layer in between.
-        """
-        earlier = {family.first for family in self.families.earlier[:-1]}
-        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
-            first = self.families.first(kind)
-            for mode in Recompute:
-                if first in earlier or (first == self.families.largest.first and mode is not Recompute.NONE):
-                    count = kind.count(recompute=mode, reshard=False)
-                    yield from count.times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
-
-    def _gathered_for_a_while(self) -> Term:
-        """Parameters of the largest resharded layer with the next one's buffer; in forward any layer has a buffer."""
-        found = [Expression()]
-        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
-            if self.mesh.shard > 1:
-                found.append(scaled(gathered, 1 + self._cast))
-            found += kind.count(reshard=True).where_any(scaled(gathered, self._gatherings))
-        return Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
-
     @cached_property
-    def _gathered(self) -> list[Expression]:
-        """Bytes of one gathered layer of each group."""
-        return [self.sizes.gathered(kind.unit.parameters) for kind in self.kinds]
+    def gathered(self) -> GatheredLayers:
+        """The parameters that FSDP holds gathered."""
+        return GatheredLayers(
+            kinds=self.kinds,
+            families=self.families,
+            root=self.root,
+            sizes=self.sizes,
+            mesh=self.mesh,
+            precision=self.precision,
+            uses_fsdp=self.uses_fsdp,
+        )
 
     def _reducing(self, unit: FsdpUnit) -> Expression:
         """A unit's gradients in the flat buffer that they are reduced in, and the shard that comes out."""

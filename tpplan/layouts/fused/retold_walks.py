@@ -23,7 +23,7 @@ def walked(
 ) -> T:
     """The value of walk(ask), that of the graph in another size where `ask` answers alike there.
 
-    `walk` must follow from the answers and from what ModelGraph.once_for_all_sizes says. `about` names it.
+    `walk` must follow from the answers and from what ModelGraph.once_for_all_sizes says. `about` names the walk.
     """
     known: dict[Question, Answer] = {}
 

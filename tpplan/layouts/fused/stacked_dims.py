@@ -81,7 +81,7 @@ def _handed_on(
     """The layouts of a call's results, from those of its operands."""
     made, stacked = ([set[Layout]() for _ in call.results] for _ in range(2))
     options = tuple(strategies(call))
-    for place, layout in _results(call, options, [own for own, _ in given]):
+    for place, layout in _results(options, [own for own, _ in given]):
         made[place].add(layout)
     if call.target in RESHAPES:
         for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
@@ -95,7 +95,7 @@ def _handed_on(
         for position, (_, handed) in enumerate(given):
             for operand in handed:
                 sharded = [{S(operand.dim or 0)} if i == position else () for i in range(len(given))]
-                for place, layout in _results(call, options, sharded):
+                for place, layout in _results(options, sharded):
                     if call.results[place].shape[layout.dim or 0] == sum(operand.parts):
                         stacked[place].add(S(layout.dim or 0, *operand.parts))
     return tuple((frozenset(own), frozenset(other)) for own, other in zip(made, stacked, strict=True))
@@ -112,9 +112,7 @@ def _walk(graph: ModelGraph) -> tuple[tuple[str | None, tuple[str, ...], tuple[s
     return graph.once_for_all_sizes(_walk, lambda: tuple(nodes()))
 
 
-def _results(
-    call: Call, options: Iterable[Strategy], sharded: Sequence[Collection[Layout]]
-) -> Iterator[tuple[int, Layout]]:
+def _results(options: Iterable[Strategy], sharded: Sequence[Collection[Layout]]) -> Iterator[tuple[int, Layout]]:
     """Yields (position, layout) of each sharded result of a strategy that shards an operand as given."""
     for strategy in options:
         if any(layout in own for layout, own in zip(strategy.operands, sharded, strict=True)):

@@ -1,7 +1,7 @@
 """Alternatives to a plan and their cost: plans of other kinds, another style for some modules, a better machine.
 
 Each alternative is an exact solve of a problem that differs from the plan's in one thing: no duals, no estimates. The
-model is traced once for all of them (tpplan.search.points.trace_cache).
+model is traced once for all of them (tpplan.search.models.trace_cache).
 
 The *kind* of a plan is its mesh, its micro-batch, what it recomputes and reshards, and the set of styles that its
 matrices and norms have (tpplan.layouts.pins.Style). A plan whose styles include all of a cheaper plan of its mesh is no
@@ -17,6 +17,7 @@ from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError, VerificationError
 from tpplan.core.graph import ModelGraph
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import R_STAR
 from tpplan.core.mesh import Mesh, meshes
 from tpplan.core.units import GIB, format_bytes
@@ -28,9 +29,10 @@ from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Compile, Plan, Recompute
 from tpplan.plan.styles import Style
+from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.planner import solve
-from tpplan.search.points.options import Allows, BuildModel, Cluster, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse
+from tpplan.search.points.options import Allows, Cluster
 
 _DEFAULTS = inspect.signature(solve).parameters
 #: factor by which a link is made faster for its shadow price
@@ -254,6 +256,8 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
             raise
         return None
     graph = next(
-        trace.graph for trace in problem.reuse.traces.values() if trace.graph.fingerprint == plan.fingerprints.graph
+        trace.graph
+        for trace in problem.reuse.traces.values()
+        if graph_fingerprint(trace.graph) == plan.fingerprints.graph
     )
     return PlanKind(plan=plan, styles=styles_of(graph, plan))

@@ -1,6 +1,6 @@
 """Cluster sizing: the best plan on each of several clusters, and the smallest cluster that is fast enough.
 
-The model is traced once for all of them (tpplan.search.points.trace_cache). Plans are priced and not proven: `solve`
+The model is traced once for all of them (tpplan.search.models.trace_cache). Plans are priced and not proven: `solve`
 proves the chosen one.
 """
 
@@ -12,9 +12,10 @@ from tpplan.core.errors import IndivisibleError, InfeasibleError
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.words import mfu
+from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.planner import solve
-from tpplan.search.points.options import BuildModel, Cluster, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse
+from tpplan.search.points.options import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

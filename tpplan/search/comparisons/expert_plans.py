@@ -21,6 +21,7 @@ from torch import nn
 
 from tpplan.core.errors import InfeasibleError, UsageError, VerificationError
 from tpplan.core.graph import ModelGraph
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.mesh import tp_degrees
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.build_space import EMBEDDING, NoLayoutError
@@ -65,7 +66,9 @@ def expert_plan(problem: Problem, name: str, reference: Plan, *, prove: bool) ->
     if name not in RECIPES:
         raise UsageError(f"unknown plan {name!r}; known: {', '.join(RECIPES)}")
     recipe, cluster = RECIPES[name], problem.cluster
-    traced = next(t for t in problem.reuse.traces.values() if t.graph.fingerprint == reference.fingerprints.graph)
+    traced = next(
+        t for t in problem.reuse.traces.values() if graph_fingerprint(t.graph) == reference.fingerprints.graph
+    )
     degrees = tp_degrees(cluster.gpus, cluster.gpus_per_node, across_nodes=False)
     found: list[tuple[Plan, dict[str, Any]]] = []
     problems: list[str] = []

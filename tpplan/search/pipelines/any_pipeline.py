@@ -14,13 +14,14 @@ from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
+from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.solve_stages import Search, why_no_parts
 from tpplan.search.pipelines.stage_solver import StageSolver
 from tpplan.search.planner import prepare, solve_request
-from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options, Progress
+from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import Reuse
 
 logger = logging.getLogger(__name__)
 

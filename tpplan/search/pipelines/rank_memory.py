@@ -14,7 +14,7 @@ from tpplan.core.units import DTYPE_BYTES
 from tpplan.plan.parts import BESIDE, SAVED
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.plan.proof_hash import as_proven
-from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.stages.schedule import kept_during
 

@@ -14,11 +14,12 @@ from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
+from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.pipelines.step_seconds import predicted
-from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options, Progress
+from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.solvers.problem import Status
 
 #: times that layers are moved between stages

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.plan.plan import Plan
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver

@@ -11,13 +11,14 @@ from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import master_bytes
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.planner import solve_request
-from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options
+from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import Reuse, TraceCache, Traced
 from tpplan.stages.cut_proof import difference, written_buffers
 from tpplan.stages.cuts import Cut, cuts_of, stages_of
 

@@ -16,7 +16,7 @@ from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
 from tpplan.plan.plan import Plan
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Cluster

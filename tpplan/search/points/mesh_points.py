@@ -10,8 +10,8 @@ from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.plan.plan import Precision, Recompute, uses_fsdp
+from tpplan.search.models.trace_cache import TraceCache, Traced
 from tpplan.search.points.request import Request
-from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.search.points.unsearched import unsearched_counts, unsearched_degrees
 
 #: position of the argument `sparse` of each lookup

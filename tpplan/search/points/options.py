@@ -4,22 +4,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, Mesh, divisors
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Precision, Recompute, StagePlan
-from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.trace import Loss
 
 #: called with a stage ("trace", "costs", "solve", "prove"), how much of it is done, and how much there is
 Progress = Callable[[str, int, int], None]
-BuildModel = Callable[[], nn.Module]
-#: a function of batch and length, or of the batch alone where samples have no length
-ExampleInputs = Callable[..., Inputs]
 #: whether a decision may choose a strategy
 Allows = Callable[[str, Strategy], bool]
 

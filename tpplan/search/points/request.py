@@ -8,18 +8,8 @@ from tpplan.core.graph import ModelGraph
 from tpplan.layouts.pins import Pin, parse_pins
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Precision, Recompute, StagePlan
-from tpplan.search.points.options import (
-    Allows,
-    Batch,
-    BuildModel,
-    Cluster,
-    ExampleInputs,
-    Options,
-    Progress,
-    parse_precision,
-    parse_recompute,
-)
-from tpplan.search.points.trace_cache import Subject
+from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
+from tpplan.search.points.options import Allows, Batch, Cluster, Options, Progress, parse_precision, parse_recompute
 from tpplan.trace.answers.planned_device import PlannedDevice
 
 

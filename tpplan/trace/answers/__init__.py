@@ -2,8 +2,8 @@
 not know.
 
 In: a question of the code (which device, which value, how many elements). Out: the answer that the code would get on
-ranks; where there is none, an error, after which the module that asks runs whole. Errors of tpplan's own code are told
-apart from errors of the model's code here, too.
+ranks; where there is none, an error, after which the module that asks runs whole; in a graph, the dims whose size data
+decides. Errors of tpplan's own code are told apart from errors of the model's code here, too.
 
 Imports: core, machine, torch_internals; trace/hooks.
 """

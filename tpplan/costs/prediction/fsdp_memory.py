@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source
-from tpplan.costs.step.memory_ledger import Ledger, Piece
+from tpplan.costs.prediction.memory_ledger import Ledger, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS

@@ -3,28 +3,28 @@
     predicted = price(assignment, profile, gpus_per_node, executor).predicted
 
 `solve`, `price`, `explain`, `size` and `verify` all print these numbers. The time is the objective of the ILP
-(tpplan.costs.step.formulate) in which every decision has one strategy; the memory is replayed op by op
-(tpplan.costs.step.memory_replay). No ILP decides on modules that a plan recomputes beside its layers, parts of a layer
-or modules around several: their time is added.
+(tpplan.costs.step.objective) in which every decision has one strategy; the memory is replayed op by op
+(tpplan.costs.prediction.memory_replay). No ILP decides on modules that a plan recomputes beside its layers, parts of a
+layer or modules around several: their time is added.
 """
 
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.collectives_of_step import collectives
+from tpplan.costs.prediction.memory_ledger import Peak
+from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import flop_of
-from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_ledger import Peak
-from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import StrategyTime
 from tpplan.costs.tied_space import tied_space
@@ -249,7 +249,7 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
     are bytes times a rate have the rate's relative error."""
     profile = formulation.setting.profile
     times = [own for (own,) in formulation.table.values()]
-    repeats = formulation.repeats()
+    repeats = formulation.objective.repeats()
     numbers = map(len, formulation.space.members.values())
     found = [own.residuals * number for own, number in zip(times, numbers, strict=True)]
     found += [again.residuals for again in repeats]
@@ -257,7 +257,7 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
     estimates = [e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)]
     estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
     extrapolated = any(e.extrapolated for e in estimates)
-    moved, step = profile.memory_bound(num_bytes=BUCKET_BYTES), formulation.optimizer_issue()
+    moved, step = profile.memory_bound(num_bytes=BUCKET_BYTES), formulation.objective.optimizer_issue()
     if profile.device_type == "cuda" and step.seconds < time.get(OPTIMIZER, 0.0):
         step = Estimate.zero()  # the GPU takes longer
     moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
@@ -268,7 +268,7 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
     data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
     for part, axis in {DATA_PARALLEL: data_axis, TP_REDUCTION: Axis.TP}.items():
         if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
-            bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)
+            bucket = formulation.objective.seconds_per_byte(Collective.ALL_REDUCE, axis)
             error = time[part] * bucket.relative_error
             residuals += Residuals(tp_collectives=error) if axis is Axis.TP else Residuals(data_collectives=error)
             extrapolated |= bucket.extrapolated

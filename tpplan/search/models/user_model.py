@@ -20,20 +20,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpplan.core.errors import ModelError
-from tpplan.search.points.hf_model import config_file, load_hf
-from tpplan.search.points.model_spec import (
-    HF_PREFIX,
-    HF_TRUSTED_PREFIX,
-    ModelSpec,
-    UserCodeError,
-    takes_batch_alone,
-)
-
-if TYPE_CHECKING:
-    pass
+from tpplan.search.models.hf_model import config_file, load_hf
+from tpplan.search.models.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, UserCodeError, takes_batch_alone
 
 BUILDER = "build_model"
 

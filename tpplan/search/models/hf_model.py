@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.strict_json import read_json
-from tpplan.search.points.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX, TRUST_FLAG, ModelSpec
+from tpplan.search.models.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX, TRUST_FLAG, ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

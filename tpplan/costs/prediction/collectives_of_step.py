@@ -7,13 +7,13 @@ one, and `tpplan verify` counts what ranks issue against it.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES, bucketed
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Boundary, Op, Source
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.collectives import Transfer, transfers_of
-from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, classes_of

@@ -2,18 +2,19 @@
 
 Forward runs the graph's nodes in order, backward the same nodes in reverse: autograd runs the node made last first. It
 frees what a node saved as soon as that node's backward has run, and adds up the gradients of a value that several read.
-A recomputed module runs its forward again when backward reaches its end. tpplan.costs.step.fsdp_memory counts FSDP2's
-own memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and states.
+A recomputed module runs its forward again when backward reaches its end. FSDP2's own memory is counted in
+tpplan.costs.prediction.fsdp_memory. At the end of a step the optimizer's temporaries are beside parameters, gradients
+and states.
 """
 
-from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
 from tpplan.costs.conversion_memory import backward_move, forward_move
+from tpplan.costs.prediction.activation_lifetimes import Lifetimes, Run, Storage
+from tpplan.costs.prediction.fsdp_memory import Shards
+from tpplan.costs.prediction.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.saved_tensors import local_bytes
-from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage
-from tpplan.costs.step.fsdp_memory import Shards
-from tpplan.costs.step.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.readings import has_partial_gradient, reading_name

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tpplan.core.errors import ModelError
-from tpplan.search.points.model_spec import UserCodeError
+from tpplan.search.models.model_spec import UserCodeError
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError

@@ -1,0 +1,100 @@
+"""The sections on ranks: the cluster, the mesh, the batch, the experts and the stage of a pipeline that ranks share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from tpplan.core.strict_json import Amount, AtLeast, Count, Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The cluster for which the plan was solved."""
+
+    gpus: Count
+    gpus_per_node: Count
+    profile: str
+    profile_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """Degrees of the mesh; ranks are numbered with tp innermost."""
+
+    replicate: Count
+    shard: Count
+    tp: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in samples of seq_len tokens; seq_len is 1
+    where samples have no length (images, tables, graphs)."""
+
+    global_batch: Count
+    micro_batch: Count
+    accumulation_steps: Count
+    seq_len: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCall:
+    """How a module of `experts` experts is called: the names of its arguments rows [T, D], index [T, K] into the
+    experts, and weight [T, K]. It returns [T, D']."""
+
+    experts: Count
+    rows: str
+    index: str
+    weight: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPlan:
+    """The modules whose experts are divided among `ep` ranks of a shard group, each with experts / ep of them, and the
+    `imbalance` planned for: rows that the busiest rank gets, over those that it would get of an even routing. `check`
+    says how it is known that the modules compute row by row. `rows` are those that a rank gets for a call, as planned;
+    `seconds_of_rows` are the seconds of a step that grow with them, of kernels and exchanges."""
+
+    ep: Count
+    imbalance: Annotated[float, AtLeast(1)]
+    modules: Mapping[str, ExpertCall]
+    check: str
+    rows: Size
+    seconds_of_rows: Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """The shape and dtype of a tensor that one stage sends to the next, for one micro-batch."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
+    parameters that only other stages read. The tensors that layer `received` gives on the stage before come in
+    (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
+    at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other stages and of received and sent
+    tensors. Parameters, gradients, states, and what stays gathered of a stage that does not run are `resting_bytes`.
+    `micro_batch` is the batch that these shapes are for."""
+
+    index: Size
+    count: Count
+    absent: tuple[str, ...]
+    blank: tuple[str, ...]
+    received: str | None
+    last: str | None
+    receives: tuple[TensorPlan, ...]
+    sends: tuple[TensorPlan, ...]
+    in_flight: Count
+    micro_batch: Count
+    beside_bytes: Amount = 0.0
+    kept_bytes: Amount = 0.0
+    resting_bytes: Amount = 0.0
+
+    @property
+    def bare(self) -> "StagePlan":
+        """The stage without what a rank holds: what it runs."""
+        return replace(self, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
