@@ -10,6 +10,7 @@ Names below are loaded when first used: reading a plan needs no torch.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.gc_pause import imported_for_good
@@ -97,8 +98,11 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tpplan' has no attribute {name!r}")
-    with imported_for_good():
-        value = getattr(importlib.import_module(f"tpplan.{_HOME[name]}"), name)
+    home = f"tpplan.{_HOME[name]}"
+    if home not in sys.modules:
+        with imported_for_good():
+            importlib.import_module(home)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

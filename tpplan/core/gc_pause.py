@@ -13,6 +13,8 @@ from contextlib import contextmanager
 #: memory collections would lower by 35 MB of 720
 RARELY = 5_000_000
 
+_is_frozen_by_others = False
+
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
@@ -52,8 +54,11 @@ def imported_for_good() -> Iterator[None]:
 
 
 def _count_as_old() -> None:
-    """Makes all objects long-lived ones, without going through them."""
-    if not gc.get_freeze_count():  # else others have frozen objects, which are to stay so
+    """Makes all objects long-lived ones, without going through them, unless others have frozen objects, which are to
+    stay so."""
+    global _is_frozen_by_others
+    _is_frozen_by_others = _is_frozen_by_others or gc.get_freeze_count() > 0  # which goes through all that are frozen
+    if not _is_frozen_by_others:
         gc.freeze()
         gc.unfreeze()
 
