@@ -110,10 +110,11 @@ class Peaks:
 
     def _looked_at_apart(self) -> list[tuple[Family, ...]]:
         """The families that end with the largest one or before it, each with a row of its own: in the backward of a
-        family what later layers kept is freed. Many families share a row, which has the most of each."""
+        family what later layers kept is freed. Many families share a row, which has the most of each, and so do all
+        where layers do not train, whose most may be in forward, beside what the next layer keeps."""
         earlier = self.families.earlier
-        if len(earlier) > MOST_APART:
-            return [earlier]
+        if len(earlier) > MOST_APART or self._has_frozen_layers:
+            return [earlier] if earlier else []
         return [(family,) for family in earlier]
 
     # What lasts
