@@ -22,6 +22,7 @@ Cut = Callable[[str, Strategy], bool]
 
 EMBEDDING = "aten.embedding.default"
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
+BAGS = "tpplan.embedding_bag.default"
 
 
 class NoLayoutError(ModelError):

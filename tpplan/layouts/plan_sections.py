@@ -5,10 +5,10 @@ tpplan.search.build_plan puts them into a Plan, like layers under one pattern.
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, SourceKind
-from tpplan.core.layout import Layout, R
+from tpplan.core.layout import Layout, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import CROSS_ENTROPY
+from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.rules import Call, draws
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan
@@ -93,6 +93,15 @@ def sharded_losses(assignment: Assignment) -> dict[str, int]:
                 f"{count} classes, which a plan cannot tell apart on slices; put them into modules of their own"
             )
     return {module or ROOT: count for module, count in found.items()}
+
+
+def row_bags(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Numbers of rows of tables by module in whose forward bags add up a rank's own rows of them."""
+    found: dict[str, set[int]] = {}
+    for op in assignment.graph.ops:
+        if op.target == BAGS and assignment.strategy(op.name).operands[0] == S(0):
+            found.setdefault(op.module or ROOT, set()).add(assignment.graph.values[op.operands[0]].shape[0])
+    return {module: tuple(sorted(counts)) for module, counts in found.items()}
 
 
 def drawing_modules(assignment: Assignment) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ the readers need. The size to which a rank really expands is seen where the appl
 with the observed `local_shapes`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpplan.core.graph import (
@@ -39,7 +39,7 @@ from tpplan.core.graph import (
     Value,
     within,
 )
-from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, fits, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
@@ -58,6 +58,8 @@ from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
 EMBEDDING = "aten.embedding.default"
 #: the only op that may take a sharded output and plain tensors together in the user's loss
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
+
+BAGS = "tpplan.embedding_bag.default"
 
 #: a boundary of a module: (module, direction, path)
 CrossingKey = tuple[str, Direction, str]
@@ -100,12 +102,13 @@ class _Checker:
         self.buffers = plan.buffer_plans()
         boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
         self.losses = plan.sharded_losses()
+        self.bags = plan.row_bags()
         self.draws = frozenset(plan.drawing_modules())
         self.opaque = frozenset(plan.opaque_modules())
         self.copies = why_copies(plan.mesh, plan.precision)
         self.recomputed = plan.recomputed_modules()
         self.sized = plan.size_plans().keys()
-        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
+        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.bags.keys() | self.draws
         self.crossings = _crossings(boundaries)
         named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
         named |= {conversion.target for conversion in self.crossings.values()}
@@ -146,6 +149,7 @@ class _Checker:
         outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
+        bags = {op.module for op in self.graph.ops if op.target == BAGS}
         for label in sorted(labels ^ self.plans.keys()):
             there, here = ("model", "plan") if label in labels else ("plan", "model")
             place = ("parameters", label)
@@ -167,6 +171,8 @@ class _Checker:
             yield Mistyped(message=f"output {path}: in the plan, not in the model", place=("outputs", path))
         for module in sorted(self.losses.keys() - losses):
             yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model", place=("losses", module))
+        for module in sorted(self.bags.keys() - bags):
+            yield Mistyped(message=f"bags of {module or ROOT}: in the plan, not in the model", place=("bags", module))
 
     def _written(self) -> Iterator[Mistyped]:
         """Yields violations of (6)."""
@@ -237,7 +243,12 @@ class _Checker:
         return value.storage not in self.written or not Conversion(start, layout).forward
 
     def _section_naming(self, module: str) -> str:
-        tables = {"losses": self.losses, "draws": self.draws, "sizes": self.sized}
+        tables: dict[str, Collection[str]] = {
+            "losses": self.losses,
+            "bags": self.bags,
+            "draws": self.draws,
+            "sizes": self.sized,
+        }
         return next((section for section, names in tables.items() if module in names), "boundaries")
 
     def _place_of(self, node: Op | Boundary) -> tuple[str, ...]:
@@ -285,7 +296,16 @@ class _Checker:
 
     def _is_allowed(self, op: Op, call: Call, strategy: Strategy) -> bool:
         """True for a strategy of the op's rule that the op can have in its module."""
-        return self._fits_the_loss(op, strategy) and (not draws(call) or self._draws_in_step(op, strategy))
+        fits_plan = self._fits_the_loss(op, strategy) and self._has_its_rows(op, strategy)
+        return fits_plan and (not draws(call) or self._draws_in_step(op, strategy))
+
+    def _has_its_rows(self, op: Op, strategy: Strategy) -> bool:
+        """True where an op is no bag; for bags by rows, where the plan names their table's rows; and for other bags,
+        where no rank takes the rows that they read for its own of a larger table."""
+        if op.target != BAGS:
+            return True
+        num_rows, planned = self.graph.values[op.operands[0]].shape[0], self.bags.get(op.module, ())
+        return num_rows in planned if strategy.operands[0] == S(0) else num_rows * self.tp not in planned
 
     def _fits_the_loss(self, op: Op, strategy: Strategy) -> bool:
         """True where an op can run in the loss under a strategy.

@@ -214,6 +214,7 @@ def digest_of(plan: Plan) -> PlanDigest:
         plan.boundary_plans(),
         plan.size_plans(),
         plan.sharded_losses(),
+        plan.row_bags(),
         dict.fromkeys(plan.drawing_modules(), True),
         dict.fromkeys(plan.opaque_modules(), True),
     )
