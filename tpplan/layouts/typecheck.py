@@ -344,7 +344,9 @@ class _Checker:
                 f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
             )
         possible = self.possible[boundary.operand]
-        planned, *others = (self.crossings.get(place) for place in boundary.places)
+        shape = self.graph.values[boundary.operand].shape
+        found = (self.crossings.get(place) for place in boundary.places)
+        planned, *others = (own.of(shape) if own is not None else None for own in found)
         if any(other != planned for other in others):
             return "one tensor is given as all of these, but the plan converts it in several ways"
         if planned is None:
