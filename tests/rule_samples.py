@@ -446,7 +446,7 @@ def _losses() -> list[Sample]:
 def _more_picks() -> list[Sample]:
     put, bag = "aten.index_put.default", "aten.embedding_bag.padding_idx"
     flex = "tpplan.flex_attention.default"
-    starts = torch.tensor([0, 2, 2, 5])
+    starts, own_bag = torch.tensor([0, 2, 2, 5]), "tpplan.embedding_bag.default"
     return [
         _named("aten.index.Tensor", x(6, 4, 6, 2), [None, ids(4, 2, 6), None, ids(2, 6)]),
         _named("aten.index.Tensor", x(6, 4, 6, 2), [None, ids(4, 2, 6), ids(6, 6)]),
@@ -474,6 +474,12 @@ def _more_picks() -> list[Sample]:
         _named(bag, x(12, 6), ids(12, 8), starts, False, 0, False, x(8), False, 3),
         _named(bag, x(12, 6), ids(3, 8), starts, True, 1, False, None, True, None),
         _named("aten.embedding_bag.default", x(12, 6), ids(12, 8), starts),
+        *(_named(own_bag, x(12, 6), ids(12, 8), starts, None, mode, False, 3) for mode in ("sum", "mean", "max")),
+        *(_named(own_bag, x(12, 6), ids(12, 12, 4), None, None, mode, False, None) for mode in ("sum", "mean", "max")),
+        _named(own_bag, x(12, 6), ids(12, 12, 4), None, x(12, 4), "sum", False, -2),
+        _named(own_bag, x(12, 6), ids(12, 12, 4), None, None, "mean", False, 5),
+        _named(own_bag, x(12, 6), ids(12, 8), starts, x(8), "sum", False, None),
+        _named(own_bag, x(12, 6), ids(12, 5), starts, None, "mean", True, 1),
         *(
             _named(flex, x(6, 6, 3, 4), x(6, heads, 5, 4), x(6, heads, 5, 2), [x(3, 5)], "", *cut, 1.0)
             for heads, cut in ((6, (True, True)), (2, (False, True)), (1, (True, False)), (1, (True, True)))

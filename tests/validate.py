@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpplan.apply.collectives.redistribute import TpGroup
+from tpplan.apply.collectives.row_bags import of_own_rows
 from tpplan.core.graph import Argument, Ref, Value
-from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
+from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, S, layouts_of
 from tpplan.core.units import FLOATING_DTYPES
+from tpplan.layouts.build_space import BAGS
 from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
 from tpplan.layouts.rules.size_literals import CREATIONS
 from tpplan.torch_internals.operators import is_pointwise
+from tpplan.trace.hooks.custom_ops import Bags
 
 #: largest error allowed, relative to the largest element; everything here is float64
 TOLERANCE = 1e-10
@@ -220,7 +224,12 @@ def _run_locally(
     rank: int,
     literals: Literals,
 ) -> tuple[Tensor, ...]:
-    """A rank's results; looked-up rows of other ranks are masked, as `rows -> ...` does first."""
+    """A rank's results; looked-up rows of other ranks are masked, as `rows -> ...` does first, and bags by rows are
+    tpplan's."""
+    if sample.target == BAGS and strategy.operands[0] == S(0):
+        remaining = iter(own)
+        bags = Bags(*(next(remaining) if isinstance(given, Tensor) else given for given in sample.args))
+        return (of_own_rows(bags, TpGroup(name="", size=whole[0].shape[0] // own[0].shape[0], rank=rank)),)
     try:
         results = run(sample, own, literals)
     except (RuntimeError, IndexError, ValueError) as error:

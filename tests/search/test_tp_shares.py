@@ -225,3 +225,27 @@ def test_a_plan_that_is_edited_and_proven_again_is_counted_again() -> None:
     assert shares_of(prove_plan(whole, lambda: Model(Up()), inputs).plan) == shares_of(whole)
     data = divided.to_dict() | {"tp_shares": whole.to_dict()["tp_shares"]}
     assert shares_of(prove_plan(Plan.from_dict(data), lambda: Model(Up()), inputs).plan).flops_share == 1.0
+
+
+class OneHead(nn.Module):
+    """Causal attention of rows that takes another path where it sees one head alone: x [B, D] -> [B, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (own(x).view(1, len(x), -1, WIDTH // 4).transpose(1, 2) for own in (self.q, self.k, self.v))
+        if q.shape[1] == 1:
+            found = F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], is_causal=True).unsqueeze(1)
+        else:
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(found.transpose(1, 2).reshape(len(x), WIDTH))
+
+
+def test_where_one_head_would_be_left_a_smaller_degree_is_named_as_what_helps() -> None:
+    reason = shares_of(solved(OneHead(), tp=4)).modules["block"].reason
+    assert "became aten.select.int" in reason
+    assert "at test_tp_shares.py:" in reason
+    assert "a rank would have 1 of 4, for which code may take another path: a smaller tp leaves more" in reason
+    assert shares_of(solved(OneHead(), tp=2)).modules["block"].reason is None

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.cross_entropy import ShardedClasses
 from tpplan.apply.collectives.redistribute import TpGroup
+from tpplan.apply.collectives.row_bags import RowBags
 from tpplan.apply.data_parallel import AVERAGER, broadcast_replicas, leave_untouched, reduce_gradients, shard_data
 from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh
 from tpplan.apply.first_forward_check import check_calls
@@ -209,9 +210,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
-    """Returns the rewriters of each module's own calls on this rank: local sizes, sharded losses, dropout by rank."""
+    """Returns the rewriters of each module's own calls on this rank: local sizes, sharded losses, bags of own
+    rows, dropout by rank."""
     named: list[tuple[str, Rewriter]] = [(name, LocalSizes(sizes)) for name, sizes in plan.size_plans().items()]
     named += [(name, ShardedClasses(count, group)) for name, count in plan.sharded_losses().items()]
+    named += [(name, RowBags(counts, group)) for name, counts in plan.row_bags().items()]
     named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
     found: dict[nn.Module, dict[type, Rewriter]] = {}
     for name, sizes in plan.size_plans().items():
@@ -221,7 +224,7 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
         if known != rewriter:
             raise PlanError(
                 f"{name or ROOT} is a module that has another name too, and the plan rewrites its calls differently "
-                "under each name: give both names the same sizes, losses and draws"
+                "under each name: give both names the same sizes, losses, bags and draws"
             )
     return {module: list(rewriters.values()) for module, rewriters in found.items()}
 

@@ -61,7 +61,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(module_called(modules, name))
-    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules(), *plan.opaque_modules()):
+    rewritten = *plan.size_plans(), *plan.sharded_losses(), *plan.row_bags(), *plan.drawing_modules()
+    for name in (*rewritten, *plan.opaque_modules()):
         module_called(modules, name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():

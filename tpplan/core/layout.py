@@ -6,6 +6,7 @@
 | R*      | the whole                        | a summand          |
 | S(d)    | slice of dim d                   | slice of dim d     |
 | S(d; a, b) | a slice of each of the adjacent parts (sizes a, b) of dim d, concatenated | the same slices |
+| S(d; each n) | S(d; n, n, ...), with as many parts as dim d has: how a plan names it | the same slices |
 | S(d)/m  | one of m slices of dim d, held by t/m neighbouring ranks | a summand of that slice's gradient |
 | S(d, d+1) | slice of dims d and d + 1 taken as one dim | the same slice |
 | P       | a summand                        | the whole          |
@@ -44,19 +45,23 @@ class LayoutKind(StrEnum):
 class Layout:
     """A layout. `dim` (0 or more) is set for SHARD, COPIED and JOINT (the first of its two dims).
 
-    `parts` are the sizes of a SHARD's separately sharded parts, if any; `slices` is the number of slices of a COPIED.
+    `parts` are the sizes of a SHARD's separately sharded parts, if any, or `each` is the size of every part, of which a
+    tensor says how many there are; `slices` is the number of slices of a COPIED.
     """
 
     kind: LayoutKind
     dim: int | None = None
     parts: Parts = ()
     slices: int | None = None
+    each: int | None = None
 
     def __post_init__(self) -> None:
         if (self.dim is not None) != (self.kind in _SLICED) or (self.dim or 0) < 0:
             raise ValueError(f"layout {self.kind} with dim {self.dim}")
         if self.parts and (self.kind is not LayoutKind.SHARD or len(self.parts) < 2 or min(self.parts) < 1):
             raise ValueError(f"layout {self.kind} of dim {self.dim} with parts {self.parts}")
+        if self.each is not None and (self.kind is not LayoutKind.SHARD or self.parts or self.each < 1):
+            raise ValueError(f"layout {self.kind} of dim {self.dim} with parts {self.parts} of {self.each} each")
         if (self.slices is not None) != (self.kind is LayoutKind.COPIED) or (self.slices or 2) < 2:
             raise ValueError(f"layout {self.kind} of dim {self.dim} with {self.slices} slices")
 
@@ -68,7 +73,16 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """True for R and S(d), the layouts that a DTensor placement can express."""
-        return self.kind is LayoutKind.REPLICATE or (self.kind is LayoutKind.SHARD and not self.parts)
+        return self.kind is LayoutKind.REPLICATE or (
+            self.kind is LayoutKind.SHARD and not self.parts and self.each is None
+        )
+
+    def of(self, shape: tuple[int, ...]) -> "Layout":
+        """The layout of a value of this shape: with its parts, where `each` says how large they are."""
+        if self.each is None or self.dim is None or self.dim >= len(shape) or shape[self.dim] % self.each:
+            return self
+        count = shape[self.dim] // self.each
+        return S(self.dim, *(self.each,) * count) if count > 1 else S(self.dim)
 
     def num_slices(self, tp: int) -> int:
         """Number of distinct slices of the value on tp ranks."""
@@ -78,7 +92,7 @@ class Layout:
         match self.kind:
             case LayoutKind.SHARD:
                 parts = f"; {', '.join(map(str, self.parts))}" if self.parts else ""
-                return f"S({self.dim}{parts})"
+                return f"S({self.dim}; each {self.each})" if self.each is not None else f"S({self.dim}{parts})"
             case LayoutKind.COPIED:
                 return f"S({self.dim})/{self.slices}"
             case LayoutKind.JOINT:
@@ -113,7 +127,7 @@ def joint(dim: int) -> Layout:
 
 _DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]{1,17})", r"[1-9][0-9]{0,17}"
 #: regular expression of a layout's text, for layouts that a plan may name
-LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; {_SIZE}(?:, {_SIZE})+\))"
+LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; each {_SIZE}\)|; {_SIZE}(?:, {_SIZE})+\))"
 
 
 def parse_layout(text: str) -> Layout:
@@ -121,13 +135,18 @@ def parse_layout(text: str) -> Layout:
     if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
         inner, _, slices = text[2:].partition(")")
         dim, _, parts = inner.partition("; ")
+        if parts.startswith("each "):
+            return Layout(LayoutKind.SHARD, int(dim), each=int(parts.removeprefix("each ")))
         if slices:
             return copied(int(dim), int(slices[1:]))
         return S(int(dim), *map(int, filter(None, parts.split(", "))))
     for layout in (R, R_STAR, P, ROWS):
         if text == str(layout):
             return layout
-    raise PlanError(f"expected a layout (R, R*, S(dim), S(dim; part, part), S(dim)/slices, P or rows), got {text!r}")
+    raise PlanError(
+        "expected a layout (R, R*, S(dim), S(dim; part, part), S(dim; each size), S(dim)/slices, P or rows), got "
+        f"{text!r}"
+    )
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
@@ -146,14 +165,18 @@ def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
     """True where tp ranks can hold a value of this shape in this layout."""
     if layout.dim is None:
         return True
-    if layout.dim >= len(shape) or (layout.parts and sum(layout.parts) != shape[layout.dim]):
+    if (
+        layout.dim >= len(shape)
+        or (layout.each is not None and shape[layout.dim] % layout.each)
+        or (layout.parts and sum(layout.parts) != shape[layout.dim])
+    ):
         return False
     if layout.slices is not None:
         return layout.slices < tp and tp % layout.slices == 0 == shape[layout.dim] % layout.slices
     if layout.kind is LayoutKind.JOINT:
         pair = shape[layout.dim : layout.dim + 2]
         return len(pair) == 2 and 1 < pair[0] < tp and tp % pair[0] == 0 == prod(pair) % tp
-    return all(part % tp == 0 for part in layout.parts or (shape[layout.dim],))
+    return all(part % tp == 0 for part in layout.parts or (layout.each or shape[layout.dim],))
 
 
 class Step(StrEnum):
@@ -217,6 +240,12 @@ class Conversion:
     def is_identity(self) -> bool:
         """True where source and target are the same layout."""
         return self.source == self.target
+
+    def of(self, shape: tuple[int, ...]) -> "Conversion":
+        """The conversion of a value of this whole shape, with the parts that it has."""
+        if self.source.each is None and self.target.each is None:
+            return self
+        return Conversion(self.source.of(shape), self.target.of(shape))
 
     @property
     def after_mask(self) -> "Conversion":

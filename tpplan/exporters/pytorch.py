@@ -74,6 +74,7 @@ def _refuse_own_code(plan: Plan) -> None:
         },
         "its own forward has a cross entropy over a slice of the classes: move the loss out of the model and solve "
         "again, or use apply_plan": {*plan.sharded_losses()},
+        "its own forward adds up bags of a rank's own rows of a table: use apply_plan": {*plan.row_bags()},
         "dropout runs on slices, and torch would draw the same mask on every rank: use apply_plan": {
             *plan.drawing_modules()
         },

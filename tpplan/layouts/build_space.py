@@ -22,6 +22,7 @@ Cut = Callable[[str, Strategy], bool]
 
 EMBEDDING = "aten.embedding.default"
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
+BAGS = "tpplan.embedding_bag.default"
 
 
 class NoLayoutError(ModelError):
@@ -216,11 +217,14 @@ class _Builder:
 def _conversions(
     layouts: tuple[Layout, ...], stacked: frozenset[Layout], *, carries_gradient: bool
 ) -> tuple[Strategy, ...]:
-    """The strategies of a boundary that converts between layouts; a `stacked` one is kept."""
+    """The strategies of a boundary that converts between layouts; a `stacked` one is kept, or made of the whole where
+    no gradient has to come back."""
     return tuple(
         Strategy((own.source,), (own.target,))
         for own in conversions_between(layouts, layouts, carries_gradient=carries_gradient)
-        if own.is_identity or stacked.isdisjoint((own.source, own.target))
+        if own.is_identity
+        or stacked.isdisjoint((own.source, own.target))
+        or (own.source == R and not carries_gradient and len(set(own.target.parts)) == 1)
     )
 
 

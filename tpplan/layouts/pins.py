@@ -28,7 +28,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.build_space import EMBEDDING
+from tpplan.layouts.build_space import BAGS, EMBEDDING
 from tpplan.layouts.readings import reading_name
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.styles import ALIASES, KNOWN_STYLES, Style
@@ -101,7 +101,7 @@ class MatrixOp:
     def style(self, strategy: Strategy) -> Style:
         """The style of the op under a strategy."""
         result = strategy.results[0]
-        if result == ROWS:
+        if result == ROWS or (self.op.target == BAGS and result == P):
             return Style.VOCABULARY
         if any(strategy.operands[i].dim is None for i in self.positions):
             is_slice = any(strategy.operands[i].dim is not None for i in self.inputs)
@@ -203,7 +203,7 @@ class Pinned:
         matrices = [matrix for matrix in self.matrices.values() if self._runs_in(matrix.op, module)]
         match pin.style:
             case Style.COLUMN | Style.ROW | Style.VOCABULARY:
-                tables = [matrix for matrix in matrices if (matrix.op.target == EMBEDDING)]
+                tables = [matrix for matrix in matrices if matrix.op.target in (BAGS, EMBEDDING)]
                 for matrix in tables if pin.style is Style.VOCABULARY else matrices:
                     yield matrix.op.name, _is_style(matrix, pin.style)
             case Style.MEGATRON:

@@ -1,7 +1,7 @@
 """The entries of a plan, and whether a graph has what they name, to be read as they say: what tpplan.layouts.typecheck
 lists as (1) for parameters and buffers, (5) and (6)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, ModelGraph, Op, Source, SourceKind, Value, within
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, R, can_convert, fits
@@ -13,6 +13,8 @@ from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
 
 #: the only op that may take a sharded output and plain tensors together in the user's loss
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
+
+BAGS = "tpplan.embedding_bag.default"
 
 #: a boundary of a module: (module, direction, path)
 CrossingKey = tuple[str, Direction, str]
@@ -30,12 +32,13 @@ class PlanEntries:
         self.parameters = plan.parameter_plans()
         self.buffers = plan.buffer_plans()
         self.losses = plan.sharded_losses()
+        self.bags = plan.row_bags()
         self.draws = frozenset(plan.drawing_modules())
         self.opaque = frozenset(plan.opaque_modules())
         self.recomputed = plan.recomputed_modules()
         self.sized = plan.size_plans().keys()
         boundaries = {module_name(name): boundary for name, boundary in plan.boundary_plans().items()}
-        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
+        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.bags.keys() | self.draws
         self.crossings = _crossings(boundaries)
         self.copies = why_copies(plan.mesh, plan.precision)
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
@@ -82,9 +85,17 @@ class PlanEntries:
         losses = {op.module for op in graph.ops if op.target == CROSS_ENTROPY}
         for module in sorted(self.losses.keys() - losses):
             yield f"loss of {module or ROOT}: in the plan, not in the model", ("losses", module)
+        bags = {op.module for op in graph.ops if op.target == BAGS}
+        for module in sorted(self.bags.keys() - bags):
+            yield f"bags of {module or ROOT}: in the plan, not in the model", ("bags", module)
 
     def _section_naming(self, module: str) -> str:
-        tables = {"losses": self.losses, "draws": self.draws, "sizes": self.sized}
+        tables: dict[str, Collection[str]] = {
+            "losses": self.losses,
+            "bags": self.bags,
+            "draws": self.draws,
+            "sizes": self.sized,
+        }
         return next((section for section, names in tables.items() if module in names), "boundaries")
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:

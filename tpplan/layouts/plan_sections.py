@@ -4,12 +4,13 @@ tpplan.search.build_plan puts them into a Plan, like layers under one pattern.
 """
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, SourceKind
-from tpplan.core.layout import Layout, R
+from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, SourceKind
+from tpplan.core.layout import Conversion, Layout, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import CROSS_ENTROPY
-from tpplan.layouts.rules import Call, draws
+from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
+from tpplan.layouts.fused.stacked_dims import stacked_dims
+from tpplan.layouts.rules import Call, call_strategies, draws
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan
 
@@ -48,7 +49,7 @@ def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
     """Conversions at the boundaries of each module that converts anything, by name."""
     chosen: dict[tuple[str, Direction, str], CrossingPlan] = {}
     for boundary in assignment.graph.boundaries:
-        conversion = assignment.conversion(boundary)
+        conversion = _named(assignment.graph, boundary, assignment.conversion(boundary))
         planned = CrossingPlan(conversion, assignment.graph.values[boundary.operand].dtype)
         for place in boundary.places:
             assert chosen.setdefault(place, planned).conversion == conversion, f"calls of a module differ at {place}"
@@ -61,6 +62,15 @@ def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
         module: BoundaryPlan(inputs=sides[Direction.INPUT], outputs=sides[Direction.OUTPUT])
         for module, sides in found.items()
     }
+
+
+def _named(graph: ModelGraph, boundary: Boundary, conversion: Conversion) -> Conversion:
+    """The conversion as a plan names it: the parts of a stacked dim follow from the batch, and all have one size."""
+    stacked = stacked_dims(graph, lambda call: call_strategies(call, 1)).get(boundary.operand, frozenset())
+    target = conversion.target
+    if conversion.is_identity or target not in stacked:
+        return conversion
+    return Conversion(conversion.source, Layout(target.kind, target.dim, each=target.parts[0]))
 
 
 def outputs(assignment: Assignment) -> dict[str, Layout]:
@@ -93,6 +103,15 @@ def sharded_losses(assignment: Assignment) -> dict[str, int]:
                 f"{count} classes, which a plan cannot tell apart on slices; put them into modules of their own"
             )
     return {module or ROOT: count for module, count in found.items()}
+
+
+def row_bags(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Numbers of rows of tables by module in whose forward bags add up a rank's own rows of them."""
+    found: dict[str, set[int]] = {}
+    for op in assignment.graph.ops:
+        if op.target == BAGS and assignment.strategy(op.name).operands[0] == S(0):
+            found.setdefault(op.module or ROOT, set()).add(assignment.graph.values[op.operands[0]].shape[0])
+    return {module: tuple(sorted(counts)) for module, counts in found.items()}
 
 
 def drawing_modules(assignment: Assignment) -> tuple[str, ...]:

@@ -28,10 +28,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind
-from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, local_shape
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
-from tpplan.layouts.plan_entries import CROSS_ENTROPY, PlanEntries
+from tpplan.layouts.plan_entries import BAGS, CROSS_ENTROPY, PlanEntries
 from tpplan.layouts.rules import Call, Strategy, call_strategies, crossings_before_writes, draws
 from tpplan.plan.plan import Plan
 
@@ -138,7 +138,16 @@ class _Checker:
 
     def _is_allowed(self, op: Op, call: Call, strategy: Strategy) -> bool:
         """True for a strategy of the op's rule that the op can have in its module."""
-        return self._fits_the_loss(op, strategy) and (not draws(call) or self._draws_in_step(op, strategy))
+        fits_plan = self._fits_the_loss(op, strategy) and self._has_its_rows(op, strategy)
+        return fits_plan and (not draws(call) or self._draws_in_step(op, strategy))
+
+    def _has_its_rows(self, op: Op, strategy: Strategy) -> bool:
+        """True where an op is no bag; for bags by rows, where the plan names their table's rows; and for other bags,
+        where no rank takes the rows that they read for its own of a larger table."""
+        if op.target != BAGS:
+            return True
+        num_rows, planned = self.graph.values[op.operands[0]].shape[0], self.planned.bags.get(op.module, ())
+        return num_rows in planned if strategy.operands[0] == S(0) else num_rows * self.tp not in planned
 
     def _fits_the_loss(self, op: Op, strategy: Strategy) -> bool:
         """True where an op can run in the loss under a strategy.
@@ -177,7 +186,9 @@ class _Checker:
                 f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
             )
         possible = self.possible[boundary.operand]
-        planned, *others = (self.planned.crossings.get(place) for place in boundary.places)
+        shape = self.graph.values[boundary.operand].shape
+        found = (self.planned.crossings.get(place) for place in boundary.places)
+        planned, *others = (own.of(shape) if own is not None else None for own in found)
         if any(other != planned for other in others):
             return "one tensor is given as all of these, but the plan converts it in several ways"
         if planned is None:

@@ -104,7 +104,8 @@ class Plan:
     data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor
     parallelism divides; absent where tp is 1. `notes` tell the reader how the plan was made: changes to the request,
     and costs that are guesses. `request` is what was asked for. `stage` says which stage of a pipeline the plan is for,
-    where it is for one (tpplan.plan.pipeline_plan). `buffers` are those that a module reads as a slice.
+    where it is for one (tpplan.plan.pipeline_plan). `buffers` are those that a module reads as a slice. `bags` are
+    modules whose forward adds up a rank's own rows of tables of that many rows in all.
     """
 
     schema_version: Count
@@ -139,6 +140,7 @@ class Plan:
     experts: ExpertsPlan | None = None
     stage: StagePlan | None = None
     buffers: Mapping[str, BufferPlan] | None = None
+    bags: Mapping[str, tuple[Count, ...]] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -240,6 +242,11 @@ class Plan:
     def sharded_losses(self) -> dict[str, int]:
         """Module name ("" for the root) -> number of classes of its sharded cross entropy, with patterns expanded."""
         return self._by_module(self.losses)
+
+    def row_bags(self) -> dict[str, tuple[int, ...]]:
+        """Module name ("" for the root) -> numbers of rows of the tables of which its forward adds up a rank's own in
+        bags, with patterns expanded."""
+        return {"" if name == ROOT else name: counts for name, (counts, _) in self._expanded(self.bags or {}).items()}
 
     def drawing_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
@@ -386,6 +393,7 @@ class Plan:
             "boundaries": self.boundaries,
             "sizes": self.sizes,
             "losses": self.losses,
+            "bags": self.bags or (),
             "recompute": self.recompute,
             "opaque": self.opaque or (),
             "proof.calls": self.proof.calls or (),

@@ -13,7 +13,7 @@ import torch
 from tpplan.core.graph import ALIAS, OWN_SCOPE, Boundary, Direction, ModelGraph, Op, within
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import written_operands
-from tpplan.prove.conversions_made import CONTIGUOUS, Converted, other_conversions, sharded_losses
+from tpplan.prove.conversions_made import CONTIGUOUS, Converted, computed_by_own_code, other_conversions
 from tpplan.prove.counterexample import Counterexample, blame
 from tpplan.prove.local_nodes import LocalNodes
 from tpplan.prove.rank_nodes import difference_of, node_of, ran_node, strange_sizes, title_of
@@ -41,12 +41,12 @@ def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
     entries = {b.name for b, _ in assignment.conversions() if b.direction is Direction.INPUT}
     unconverted: set[str] = set()
     converted = Converted(applied)
-    losses = sharded_losses(assignment)
+    computed = computed_by_own_code(assignment)
     rest = deque(node for node in applied.nodes if node.name not in converted.own)
     copies = {op.name for op in graph.ops if op.target in _NEEDLESS}
     images = {s.result: t.result for s, t in zip(graph.sources, applied.sources, strict=True)}
     for original in graph.nodes:
-        if original.name in losses:
+        if original.name in computed:
             images[original.results[0]] = converted.latest(images[value] for value in original.operands)
             continue
         if original.name in copies and _is_needless(assignment, original, title_of(rest[0]) if rest else ""):
@@ -71,7 +71,7 @@ def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
             unconverted.add(node.results[0])
     if rest:
         return blame(assignment, None, f"the applied model goes on with {title_of(rest[0])}")
-    return other_conversions(assignment, converted, images, losses)
+    return other_conversions(assignment, converted, images, computed)
 
 
 def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) -> bool:
@@ -107,8 +107,8 @@ def _written_storages(graph: ModelGraph) -> frozenset[str]:
 def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Counterexample:
     """The first difference of a graph that stopped; else, with `reason`, the op that would have run next."""
     assignment = local.assignment
-    losses = sharded_losses(assignment)
-    originals = deque(node for node in assignment.graph.nodes if node.name not in losses)
+    computed = computed_by_own_code(assignment)
+    originals = deque(node for node in assignment.graph.nodes if node.name not in computed)
     for node in ran.nodes:
         is_own = node.meta.get(SCOPE) == OWN_SCOPE
         if is_own or not is_op(node.target) or str(node.target) in _PASSED:

@@ -4,12 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op
-from tpplan.core.layout import COLLECTIVE_STEPS, Step
+from tpplan.core.layout import COLLECTIVE_STEPS, S, Step
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import CROSS_ENTROPY
+from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.readings import reading_conversion, sources_read
 from tpplan.prove.counterexample import Counterexample, blame
 
+#: ops that tpplan's own code may compute on a rank, in some layouts
+_REPLACED = frozenset({CROSS_ENTROPY, BAGS})
 CONTIGUOUS = "aten.contiguous.default"
 #: ops that return their operand itself where there is nothing to do, and else a new tensor
 _GIVE_BACK = frozenset({CONTIGUOUS, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout"})
@@ -86,17 +88,19 @@ class Converted:
         return max(values, key=lambda value: self._order[value])
 
 
-def sharded_losses(assignment: Assignment) -> frozenset[str]:
-    """Names of cross entropies over sharded classes, which tpplan's own code computes."""
+def computed_by_own_code(assignment: Assignment) -> frozenset[str]:
+    """Names of cross entropies over sharded classes, and of bags by rows, which tpplan's own code computes."""
+    taken = {op.name: assignment.strategy(op.name).operands[0] for op in assignment.graph.ops if op.target in _REPLACED}
     return frozenset(
         op.name
         for op in assignment.graph.ops
-        if op.target == CROSS_ENTROPY and assignment.strategy(op.name).operands[0].dim is not None
+        if (op.target == CROSS_ENTROPY and taken[op.name].dim is not None)
+        or (op.target == BAGS and taken[op.name] == S(0))
     )
 
 
 def other_conversions(
-    assignment: Assignment, converted: Converted, images: Mapping[str, str], losses: frozenset[str]
+    assignment: Assignment, converted: Converted, images: Mapping[str, str], computed: frozenset[str]
 ) -> Counterexample | None:
     """The first value that is converted by other steps than its conversions take, as far as ops tell steps apart.
 
@@ -113,11 +117,13 @@ def other_conversions(
         found = (reading_conversion(assignment.strategy(reading.name)).forward for reading in readings)
         reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:
-        if loss.name in losses:  # all-reduces of the maximum logit, and of sums that need the targets
+        if (
+            loss.name in computed and loss.target == CROSS_ENTROPY
+        ):  # all-reduces of the maximum logit, and of sums that need the targets
             operands = [images[value] for value in loss.operands]
             steps[operands[0]].append(Step.ALL_REDUCE)
             steps[converted.latest(operands)].append(Step.ALL_REDUCE)
-    of_losses = {images[value] for loss in graph.ops if loss.name in losses for value in loss.operands}
+    read_there = {images[value] for op in graph.ops if op.name in computed for value in op.operands}
     for value in dict.fromkeys((*steps, *reads, *converted.ops)):
         wanted, found_ops = steps[value], converted.ops.get(value, Counter())
         collectives = Counter({step: found_ops[op] for op, step in _COLLECTIVES.items() if found_ops[op]})
@@ -129,7 +135,7 @@ def other_conversions(
             else collectives == Counter(step for step in wanted if step in COLLECTIVE_STEPS)
         )
         is_left_out = bool(wanted) and not found_ops
-        if not is_same or is_left_out or (value not in of_losses and not names <= _MOVES | also):
+        if not is_same or is_left_out or (value not in read_there and not names <= _MOVES | also):
             origin = next(name for name, image in images.items() if image == value)
             shown = ", ".join(f"{op.split('.')[1]} x{count}" for op, count in found_ops.items()) or "nothing"
             return blame(assignment, graph.producers.get(origin), f"{origin} is converted by {shown}")

@@ -46,10 +46,12 @@ def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counte
 
 def _choices(assignment: Assignment, module: nn.Module, name: str) -> Iterator[frozenset[SizePlan]]:
     """Yields the sets of attributes to try, in this order: those that are sizes of dims that views make; those of any
-    dim; those of views with integers inside attributes, ever deeper."""
+    dim; those of views with integers inside attributes, ever deeper; those of one size that views make."""
     of_views, of_all = (frozenset(_sharded_sizes(assignment, name, all_dims)) for all_dims in (False, True))
     for sizes, depth in ((of_views, 0), (of_all, 0), *((of_views, depth) for depth in range(1, MOST_DEEP + 1))):
         yield frozenset(_attributes(module, sizes, depth, assignment.tp))
+    for size in sorted(of_views):
+        yield frozenset(_attributes(module, frozenset({size}), 0, assignment.tp))
 
 
 def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:

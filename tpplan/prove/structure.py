@@ -24,10 +24,10 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.rules import Call, Strategy, written_sizes
+from tpplan.layouts.rules import Call, Strategy, quotients, written_sizes
 from tpplan.layouts.size_dims import sizes_by_dims
 from tpplan.plan.compress_names import by_pattern
-from tpplan.plan.plan import Plan, SizePlan
+from tpplan.plan.plan import ATTRIBUTE, Plan, SizePlan
 from tpplan.prove.apply_as_rank import applied_as, copied
 from tpplan.prove.compare import difference, difference_so_far
 from tpplan.prove.counterexample import Counterexample
@@ -141,6 +141,8 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written and not found.strange:
                 more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
             if more == written:
+                more = _with_quotients(assignment, model, found, written)
+            if more == written:
                 more = with_attributes_of(assignment, model, found, written)
             if more == written:
                 return found
@@ -186,6 +188,20 @@ def _with_sizes_of(
     return {module: sizes for module, sizes in found.items() if sizes}
 
 
+def _with_quotients(
+    assignment: Assignment, model: nn.Module, problem: Counterexample, written: Mapping[str, tuple[SizePlan, ...]]
+) -> dict[str, tuple[SizePlan, ...]]:
+    """The sizes `written` so far plus the quotients of the differing op, and of the same ops in modules of its class,
+    where an attribute that they may be computed with is a rank's."""
+    found, node = dict(written), problem.node
+    for op in _of_the_same_code(assignment.graph, model, node) if isinstance(node, Op) else ():
+        own = found.get(op.module, ())
+        if any(size.call.startswith(ATTRIBUTE) for size in own):
+            more = quotients(Call.of(assignment.graph, op), assignment.strategy(op.name), assignment.tp)
+            found[op.module] = (*own, *(size for size in more if size not in own))
+    return found
+
+
 def _sizes_of(
     placed: tuple[Call, Strategy], calls: list[tuple[Call, Strategy]], tp: int, is_given: Callable[[int], bool]
 ) -> Iterator[SizePlan]:
@@ -215,6 +231,7 @@ def digest_of(plan: Plan) -> PlanDigest:
         plan.boundary_plans(),
         plan.size_plans(),
         plan.sharded_losses(),
+        plan.row_bags(),
         dict.fromkeys(plan.drawing_modules(), True),
         dict.fromkeys(plan.opaque_modules(), True),
     )

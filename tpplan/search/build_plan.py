@@ -24,6 +24,7 @@ from tpplan.layouts.plan_sections import (
     fsdp_plan,
     outputs,
     parameter_plans,
+    row_bags,
     sharded_losses,
 )
 from tpplan.layouts.rules import OPAQUE
@@ -218,6 +219,7 @@ class _Layouts(TypedDict):
     losses: Mapping[str, int]
     draws: tuple[str, ...]
     buffers: Mapping[str, BufferPlan] | None
+    bags: Mapping[str, tuple[int, ...]] | None
 
 
 def _layouts(assignment: Assignment) -> _Layouts:
@@ -230,6 +232,7 @@ def _layouts(assignment: Assignment) -> _Layouts:
         "losses": by_pattern(graph, sharded_losses(assignment), lambda count, rename: count),
         "draws": tuple(by_pattern(graph, dict.fromkeys(drawing_modules(assignment), ""), lambda own, rename: own)),
         "buffers": by_pattern(graph, buffer_plans(assignment), rename_buffer) or None,
+        "bags": by_pattern(graph, row_bags(assignment), lambda counts, rename: counts) or None,
     }
 
 

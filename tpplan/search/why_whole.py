@@ -4,6 +4,7 @@ The ILP is solved again with the op divided. Where that has a solution, the plan
 by how much; where it has none, tpplan.search.obstacles says what stands against it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -81,7 +82,24 @@ class _Reasons:
         dividing = self._dividing(self.obstacles.space, op)
         if not dividing:
             return self._own_sizes(op)
-        return self.obstacles.against({self.space.classes[op.name]: dividing}) or "not known"
+        found = self.obstacles.against({self.space.classes[op.name]: dividing}) or "not known"
+        return found + (self._one_left if self._leaves_one(op, dividing) else "")
+
+    def _leaves_one(self, op: Op, dividing: Iterable[Strategy]) -> bool:
+        """True where a rank would have one head, or one of what else the op is divided by besides the batch."""
+        values = [self.space.graph.values[name] for name in (*op.operands, *op.results)]
+        return any(
+            layout.dim and layout.is_plain and value.shape[layout.dim] == self.space.tp
+            for strategy in dividing
+            for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
+        )
+
+    @property
+    def _one_left(self) -> str:
+        """What would help where code takes another path for one."""
+        return (
+            f"; a rank would have 1 of {self.space.tp}, for which code may take another path: a smaller tp leaves more"
+        )
 
     def _work(self, op: Op, strategy: Strategy) -> OpWork:
         return op_work(Call.of(self.space.graph, op), strategy, self.space.tp, self.solver.traces.reuse.executor)

@@ -29,8 +29,8 @@ from tpplan.trace.forward_arguments import signature_of
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 
 #: names of functions that a trace or an applied plan replaces by others
-_REPLACED = frozenset({"cross_entropy", "nll_loss", "split", "split_with_sizes", "boundary", "frame", "sibling",
-                       "whole", "arriving", "send_rows", "return_rows"})  # fmt: skip
+_REPLACED = frozenset({"cross_entropy", "nll_loss", "embedding_bag", "split", "split_with_sizes", "boundary", "frame",
+                       "sibling", "whole", "arriving", "send_rows", "return_rows"})  # fmt: skip
 #: the getters of tensor attributes that are views, and the attributes' names
 _VIEWS = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "H", "mH", "real", "imag")}
 #: functions whose integer arguments are all dims

@@ -3,6 +3,7 @@
 from timm.models.beit import Beit
 from timm.models.convnext import ConvNeXt
 from timm.models.eva import Eva
+from timm.models.maxxvit import MaxxVit, MaxxVitCfg, MaxxVitTransformerCfg
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
@@ -52,6 +53,23 @@ MODELS = {
         example_inputs=images("x", SIZE),
         loss=squares,
         heads=HEADS,
+    ),
+    "max_vit": Case(
+        build_model=lambda: MaxxVit(
+            MaxxVitCfg(
+                embed_dim=(WIDTH, WIDTH),
+                depths=(1, 1),
+                block_type=("M", "M"),
+                stem_width=16,
+                transformer_cfg=MaxxVitTransformerCfg(dim_head=WIDTH // HEADS, window_size=(4, 4), grid_size=(4, 4)),
+            ),
+            img_size=SIZE,
+            num_classes=CLASSES,
+        ),
+        example_inputs=images("x", SIZE),
+        loss=squares,
+        heads=HEADS,
+        batch=2,
     ),
     "convnext": Case(
         build_model=lambda: ConvNeXt(depths=(1, 1, 1, 1), dims=(16, 32, 48, 64), num_classes=CLASSES),

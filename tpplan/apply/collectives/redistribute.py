@@ -95,6 +95,9 @@ class Converter:
         """
         if self._is_nothing:
             return x
+        known = self.conversion.of(tuple(x.shape)) if self.conversion.target.each is not None else self.conversion
+        if known != self.conversion:
+            return Converter(known, self.group, where=self.where, is_read=self.is_read)(x)
         if self._has_dims:
             self._check(x)
         is_differentiated = x.requires_grad and torch.is_grad_enabled()

@@ -7,21 +7,25 @@ import torch
 
 from tpplan.apply.collectives.cross_entropy import vocabulary_parallel
 from tpplan.apply.collectives.redistribute import TpGroup
-from tpplan.core.layout import LayoutKind
+from tpplan.apply.collectives.row_bags import of_own_rows
+from tpplan.core.layout import LayoutKind, S
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.matmul import GROUPED_PRODUCTS
 from tpplan.torch_internals.operators import efficient_attention, flash_attention
+from tpplan.trace.hooks.custom_ops import Bags
 
 
 def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
     """Returns the operator, or its replacement.
 
     Replacements are a GPU's fused kernel where meta tensors would take a decomposed path, and the sharded cross entropy
-    where the classes are sharded.
+    where the classes are sharded, and bags of a rank's own rows.
     """
     match call.target:
         case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
             return _sharded_cross_entropy
+        case "tpplan.embedding_bag.default" if strategy.operands[0] == S(0):
+            return _row_bags
         case "aten.scaled_dot_product_attention.default":
             return fused_attention
         case "aten.rms_norm.default":
@@ -70,6 +74,11 @@ def fused_rms_norm(
 def _sharded_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Runs the cross entropy on slices without its collectives, which strategy_times prices."""
     return vocabulary_parallel(logits, targets, ignore_index, TpGroup(name="", size=1, rank=0))
+
+
+def _row_bags(*bags: Any) -> torch.Tensor:
+    """Runs bags on a rank's rows as if they were all."""
+    return of_own_rows(Bags(*bags), TpGroup(name="", size=1, rank=0))
 
 
 def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:

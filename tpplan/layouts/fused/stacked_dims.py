@@ -1,8 +1,9 @@
 """Finds stacked dims: dims that join a whole dim with one that weights make, such as the batch and heads of attention.
 
 `x.view(T, B * H, D)` of x [T, B, H * D] gives a rank H / t heads of each sample: its dim of B * H is sharded part by
-part, in B parts of H. The parts follow from the batch, so a plan does not name them: such a value keeps its layout
-where it crosses a boundary.
+part, in B parts of H. The parts follow from the batch, so a plan names the size of each of them alone.
+
+What is computed with such a value without a gradient, such as a mask [B * H, T, J], has the layouts that go with it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ def stacked_dims(
     graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]
 ) -> Mapping[str, frozenset[Layout]]:
     """Value name -> its layouts S(d; parts) of a stacked dim d, for values between the reshape that stacks dims and the
-    ones that take them apart.
+    ones that take them apart, and for values without a gradient that ops read beside them.
 
     `strategies` gives the strategies of a call without regard to parts.
     """
@@ -34,8 +35,9 @@ def _stacked_dims(
     graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]
 ) -> Mapping[str, frozenset[Layout]]:
     def layouts_of_results(question: _Question) -> tuple[Found, ...]:
-        name, given = question
-        return _handed_on(Call.of(graph, op_named(graph, name)), given, strategies)
+        name, given, results = question
+        call = Call.of(graph, op_named(graph, name))
+        return _handed_on(call, given, strategies) if results is None else _asked(call, given, results, strategies)
 
     return walked(graph, stacked_dims, layouts_of_results, lambda ask: _followed(graph, ask))
 
@@ -43,8 +45,8 @@ def _stacked_dims(
 #: layouts S(d) that come from a sharded weight, and S(d; parts) likewise, of a value
 Found = tuple[frozenset[Layout], frozenset[Layout]]
 _NONE: Found = (frozenset(), frozenset())
-#: an op's name, and the layouts of each of its operands
-_Question = tuple[str, tuple[Found, ...]]
+#: an op's name, the layouts of each of its operands, and those of its results where what it reads is asked for
+_Question = tuple[str, tuple[Found, ...], tuple[Found, ...] | None]
 
 
 def _followed(
@@ -70,9 +72,61 @@ def _followed(
             add(results[0], layouts[operands[0]])
             continue
         given = tuple([layouts.get(name, _NONE) for name in operands])
-        for name, found in zip(results, layouts_of_results((like, given)), strict=True):
+        for name, found in zip(results, layouts_of_results((like, given, None)), strict=True):
             add(name, found)
+    _follow_back(graph, layouts, layouts_of_results)
     return {name: stacked for name, (_, stacked) in layouts.items() if stacked}
+
+
+def _follow_back(
+    graph: ModelGraph,
+    layouts: dict[str, Found],
+    layouts_of_operands: Callable[[_Question], tuple[Found, ...]],
+) -> None:
+    """Adds the layouts in which values without a gradient are read, from the last reader back."""
+    free = {name for name, value in graph.values.items() if not value.carries_gradient and name not in layouts}
+    for like, operands, results in reversed(_walk(graph)):
+        if free.isdisjoint(operands) or layouts.keys().isdisjoint((*operands, *results)):
+            continue
+        read: tuple[Found, ...] = (layouts.get(results[0], _NONE),) if results else ()
+        if like is not None:
+            given, made = (tuple(layouts.get(name, _NONE) for name in names) for names in (operands, results))
+            read = layouts_of_operands((like, given, made))
+        for name, found in zip(operands, read, strict=True):
+            if name in free and any(found):
+                plain, stacked = layouts.get(name, _NONE)
+                layouts[name] = plain | found[0], stacked | found[1]
+
+
+def _asked(
+    call: Call,
+    given: tuple[Found, ...],
+    made: tuple[Found, ...],
+    strategies: Callable[[Call], Iterable[Strategy]],
+) -> tuple[Found, ...]:
+    """The layouts in which a call reads its operands, from those of all its operands and results."""
+    plain, stacked = ([set[Layout]() for _ in call.operands] for _ in range(2))
+    values, known = (*call.operands, *call.results), (*given, *made)
+    for strategy in strategies(call):
+        layouts = (*strategy.operands, *strategy.results)
+        parts = {
+            own.parts
+            for layout, (_, by_parts) in zip(layouts, known, strict=True)
+            for own in by_parts
+            if layout == S(own.dim or 0)
+        }
+        is_made = any(layout in own for layout, (own, _) in zip(layouts, known, strict=True))
+        for place, (value, layout) in enumerate(zip(values, layouts, strict=True)):
+            if place >= len(call.operands) or layout.dim is None or not layout.is_plain:
+                continue
+            if is_made:
+                plain[place].add(layout)
+            stacked[place].update(S(layout.dim, *own) for own in parts if sum(own) == value.shape[layout.dim])
+    if call.target in RESHAPES:
+        for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
+            if other in made[0][bool(other.parts)] and len(own.parts) <= MOST_STACKED:
+                (stacked if own.parts else plain)[0].add(own)
+    return tuple((frozenset(own), frozenset(other)) for own, other in zip(plain, stacked, strict=True))
 
 
 def _handed_on(
@@ -85,6 +139,8 @@ def _handed_on(
         made[place].add(layout)
     if call.target in RESHAPES:
         for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
+            if own in given[0][1] and not other.parts:  # a stacked dim is taken apart
+                made[0].add(other)
             if S(own.dim or 0) not in given[0][0]:
                 continue
             if not other.parts:  # of a fused dim

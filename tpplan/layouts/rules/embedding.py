@@ -1,8 +1,8 @@
-"""The rules of embedding lookups: the table sharded by columns or by rows, or the ids sharded; bags by columns."""
+"""The rules of embedding lookups: the table sharded by columns or by rows, or the ids sharded; bags alike."""
 
 from collections.abc import Iterable
 
-from tpplan.core.layout import R_STAR, ROWS, R, S
+from tpplan.core.layout import R_STAR, ROWS, P, R, S
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import einsum
 
@@ -21,12 +21,27 @@ def embedding(call: Call) -> Iterable[Strategy]:
         yield Strategy((S(0), ROWS), (ROWS,))
 
 
+@op_rule("tpplan.embedding_bag.default")
+def bags(call: Call) -> Iterable[Strategy]:
+    """V rows, D columns; bags of ids [B, n], or of ids [n] and where each bag starts, with weights or without.
+
+    By rows a rank adds up what it has of each bag (tpplan.apply.collectives.row_bags). A maximum of what it has would
+    be a summand of nothing: its rows stay whole. Ids in a matrix are sharded by bags.
+    """
+    _, *others = call.operands
+    whole = (R_STAR,) * len(others)
+    yield Strategy((S(1), *whole), (S(1),))
+    if call.argument(4, "mode") != "max":
+        yield Strategy((S(0), *whole), (P,))
+    if len(others[0].shape) == 2:
+        yield Strategy((R_STAR, *(S(0) for _ in others)), (S(0),))
+
+
 @op_rule("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
 def embedding_bag(call: Call) -> Iterable[Strategy]:
-    """V rows, D columns, of which columns are sharded; n ids in bags that start at given places.
+    """Bags in no plain form: rows renormed, gradients scaled by counts, or a call below F.embedding_bag. By columns.
 
-    By rows, ids of other ranks would have to be left out of the bags' sums and maxima: rows stay whole. A gradient of
-    rows alone (sparse) is not sharded.
+    A gradient of rows alone (sparse) is not sharded.
     """
     if call.argument(5, "sparse", False):
         return ()

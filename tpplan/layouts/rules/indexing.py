@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import prod
 
 from tpplan.core.graph import Ref
-from tpplan.core.layout import S, copied
+from tpplan.core.layout import R_STAR, S, copied
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import (
     NEVER,
@@ -206,7 +206,7 @@ def repeat_interleave(call: Call) -> Iterable[Strategy]:
     """Repeats each element n times in a row: slices stay contiguous, also of the repeated dim.
 
     Shared slices of the repeated dim become slices of the result: ranks that hold the same element each make their own
-    part of its repetitions.
+    part of its repetitions. So do ranks that hold all elements, for a slice of each element's repetitions.
     """
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))
@@ -222,6 +222,10 @@ def repeat_interleave(call: Call) -> Iterable[Strategy]:
         own[dim] = NEVER
     elif shape[dim] > 1:
         yield Strategy((copied(dim, shape[dim]),), (S(dim),))
+    if call.argument(3, "output_size") is None and shape[dim] > 1:
+        times = call.integer(1, "repeats")
+        if (times,) * shape[dim] in call.parts:
+            yield Strategy((R_STAR,), (S(dim, *(times,) * shape[dim]),))
     yield from Equation(operands=(tuple(own),), results=(tuple(letters),), linear_in=_FIRST).strategies()
 
 

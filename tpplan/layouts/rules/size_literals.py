@@ -145,6 +145,20 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
                 )
 
 
+def quotients(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]:
+    """Yields the whole sizes that a view makes, as code computes them that divides a whole size by a rank's number:
+    `dim // heads` where heads are a rank's."""
+    if not takes_sizes(call.target):
+        return
+    local = size_literals(replace(call, args=localized_arguments(call, strategy, tp)))
+    of, count = _sharded_sizes(call, strategy, tp), num_sizes(call)
+    for (position, written), own in zip(size_literals(call).items(), local.values(), strict=True):
+        if isinstance(written, int) and written == own and written > 1:
+            yield SizePlan(
+                call=CALLS[call.target], of=of, count=count, position=position, written=written * tp, local=written
+            )
+
+
 def size_literals(call: Call) -> dict[int, Argument]:
     """The literals of a call that a plan may replace, by their positions in a SizePlan; none where it knows no such
     call."""

@@ -216,12 +216,14 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
 
 
 def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Lines on modules that run otherwise than by layouts alone: sizes, losses, buffers, dropout."""
+    """Lines on modules that run otherwise than by layouts alone: sizes, losses, bags, buffers, dropout."""
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"
     for key, count in sorted(plan.losses.items()):
         yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
+    for key, counts in sorted((plan.bags or {}).items()):
+        yield "bags", f"{key}: adds up a rank's own of {', '.join(map(str, counts))} rows"
     for key, buffer in sorted((plan.buffers or {}).items()):
         readers = ", ".join(f"{reader or ROOT} as {layout}" for reader, layout in sorted(buffer.reads.items()))
         yield "buffer", f"{key}: every rank has it whole; read by {readers}"

@@ -6,6 +6,7 @@ sibling   a layer that is like one already traced: gives tensors like the traced
 opaque    a call of a module that runs whole: gives tensors like the outputs observed for this call
 whole     an operand or result of an autograd.Function, which must be whole on every rank; a view
 cross_entropy  F.cross_entropy as one operator
+embedding_bag  F.embedding_bag as one operator, of ids in rows of a matrix too
 flex_attention, flex_mask  torch's flex_attention, and the mask of which its blocks are made
 arriving, send_rows, return_rows  the exchange of rows among ranks that have different experts (tpplan.experts)
 """
@@ -13,7 +14,7 @@ arriving, send_rows, return_rows  the exchange of rows among ranks that have dif
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -164,12 +165,56 @@ def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return (logits, targets, rest[1]) if is_plain else None
 
 
-class CrossEntropyMode(TorchFunctionMode):
-    """A mode that runs F.cross_entropy in its plain form as the operator tpplan::cross_entropy."""
+class Bags(NamedTuple):
+    """Ids [n] in bags that start at `offsets`, or [B, n] in B bags, of rows of a table [V, D], which give [B, D]."""
+
+    table: Tensor
+    ids: Tensor
+    offsets: Tensor | None
+    per_sample_weights: Tensor | None
+    mode: str
+    include_last_offset: bool
+    padding_idx: int | None
+
+
+def plain_embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bags | None:
+    """The bags where a call is F.embedding_bag in its plain form: rows are not renormed, and their gradients are dense
+    and not scaled by an id's count. None for any other call, and for one that torch refuses."""
+    if func is not F.embedding_bag:
+        return None
+    given = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
+    given.apply_defaults()
+    ids, table, offsets, *renorm, scaled, mode, sparse, weights, include_last_offset, padding_idx = given.args
+    is_dense = renorm[0] is None and not scaled and not sparse and table.dim() == 2
+    are_ids = not ids.is_nested and not ids.is_floating_point() and ids.dim() == (2 if offsets is None else 1)
+    is_weighted = weights is None or (mode == "sum" and weights.shape == ids.shape)
+    if not (is_dense and are_ids and is_weighted and mode in ("sum", "mean", "max")):
+        return None
+    return Bags(table, ids, offsets, weights, mode, include_last_offset, padding_idx)
+
+
+class OwnOperators(TorchFunctionMode):
+    """A mode that runs F.cross_entropy and F.embedding_bag in their plain forms as operators of tpplan."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = plain_cross_entropy(func, args, kwargs or {})
-        return cross_entropy(*plain) if plain is not None else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if (loss := plain_cross_entropy(func, args, kwargs)) is not None:
+            return cross_entropy(*loss)
+        bags = plain_embedding_bag(func, args, kwargs)
+        return embedding_bag(*bags) if bags is not None else func(*args, **kwargs)
+
+
+def _embedding_bag(*bags: Any) -> Tensor:
+    own = Bags(*bags)
+    return F.embedding_bag(
+        own.ids,
+        own.table,
+        own.offsets,
+        mode=own.mode,
+        per_sample_weights=own.per_sample_weights,
+        include_last_offset=own.include_last_offset,
+        padding_idx=own.padding_idx,
+    )
 
 
 _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -181,6 +226,11 @@ _LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
 _LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
+_LIBRARY.define(
+    "embedding_bag(Tensor table, Tensor ids, Tensor? offsets, Tensor? per_sample_weights, str mode, "
+    "bool include_last_offset, int? padding_idx) -> Tensor"
+)
+_LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
 _LIBRARY.define(
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] others, str code, bool batch, bool heads, "
     "float scale) -> (Tensor, Tensor, Tensor)"
@@ -205,3 +255,5 @@ _LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
 
 #: cross_entropy(logits [..., V], targets [...], ignore_index): the mean loss over targets that are not ignored
 cross_entropy = torch.ops.tpplan.cross_entropy
+#: embedding_bag(*Bags): the sum, mean or maximum of the rows of each bag
+embedding_bag = torch.ops.tpplan.embedding_bag
