@@ -228,9 +228,8 @@ def _unsearched(solvers: Solvers, points: list[Point], known: Progress) -> tuple
 def _settled(solver: PointSolver, best: Candidate) -> Candidate:
     """The best candidate with its ties broken, unchanged where the time limit does not suffice for that."""
     formulation, solution = best.formulation, best.solution
-    assert solution.objective is not None
     assert solution.choice is not None
-    problem = formulation.tie_break(solution.objective)
+    problem = formulation.tie_break(solution.choice)
     try:
         chosen = solver.solver_of(problem, cutoff=problem.price(solution.choice)).choice
     except SolverError as error:

@@ -85,12 +85,12 @@ def _handed_on(
         made[place].add(layout)
     if call.target in RESHAPES:
         for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-            if S(own.dim or 0) not in given[0][0]:
+            if S(own.dim) not in given[0][0]:
                 continue
-            if not other.parts:  # of a fused dim
-                made[0].add(other)
-            elif not own.parts and len(other.parts) <= MOST_STACKED:
-                stacked[0].add(other)
+            if other.count == 1:  # of a fused dim
+                made[0].add(other.layout)
+            elif own.count == 1 and other.count <= MOST_STACKED:
+                stacked[0].add(other.layout)
     else:
         for position, (_, handed) in enumerate(given):
             for operand in handed:
