@@ -22,8 +22,8 @@ from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.build_space import build_space
-from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.layouts.layer_treatments import Treatment
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import DATA_PARALLEL
 from tpplan.plan.plan import Plan, Precision, Recompute
 from tpplan.prove.counterexample import Counterexample

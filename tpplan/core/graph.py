@@ -301,7 +301,8 @@ class ModelGraph:
         """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of,
         and those that share its outline.
 
-        It must follow from what they share: names, modules, and which node reads and makes which values.
+        It must follow from what they share: names, modules, and which node reads and makes which values; not from the
+        number of ranks that divide experts.
         """
         if key not in self._outline:
             self._outline[key] = make()

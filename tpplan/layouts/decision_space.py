@@ -58,8 +58,9 @@ class Space:
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of `make()`, cached under `key` for all spaces with these classes on the graph in any size, on any
         number of tp ranks. It must follow from classes, parameters, and what ModelGraph.once_for_all_sizes says."""
-        # What is cached holds the classes, so that their id is not reused.
-        _, found = self.graph.once_for_all_sizes((key, id(self.classes)), lambda: (self.classes, make()))
+        # What is cached holds the classes, so that their id is not reused; parameters say how many ranks divide them.
+        own = key, id(self.classes), self.graph.ep
+        _, found = self.graph.once_for_all_sizes(own, lambda: (self.classes, make()))
         return found
 
     @cached_property
@@ -95,7 +96,7 @@ def deciders_of(graph: ModelGraph) -> dict[str, Decider]:
 
 def _own_deciders(graph: ModelGraph) -> dict[str, Decider]:
     """The decisions with the nodes of this graph, whose order is that in graphs of other sizes."""
-    found = dict(graph.once_for_all_sizes(_deciders, lambda: dict(_deciders(graph))))
+    found = dict(graph.once_for_all_sizes((_deciders, graph.ep), lambda: dict(_deciders(graph))))
     found.update((node.name, node) for node in graph.nodes)
     for name, decider in found.items():
         if isinstance(decider, Reading) and decider.op is not (own := found[decider.op.name]):

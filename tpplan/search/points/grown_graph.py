@@ -71,8 +71,12 @@ class _Unlike:
 
     @classmethod
     def between(cls, first: ModelGraph, second: ModelGraph) -> "_Unlike | None":
-        """The sizes that differ; None where two graphs differ in more than sizes of values and arguments of ops."""
-        about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
+        """The sizes that differ; None where two graphs differ in more than sizes of values, arguments of ops, and the
+        number of ranks that divide experts."""
+        about = [
+            (tuple(replace(s, ep=1) for s in g.sources), g.outputs, g.loss, g.blocks, g.questions, tuple(g.values))
+            for g in (first, second)
+        ]
         if about[0] != about[1] or len(first.nodes) != len(second.nodes):
             return None
         values = []
@@ -107,16 +111,17 @@ def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: i
         return None
 
 
-def share_outline(first: ModelGraph, second: ModelGraph) -> None:
-    """Lets the second of two traces, where they differ in sizes alone, have what follows of the first from all else
-    (ModelGraph.once_for_all_sizes)."""
+def share_outline(first: ModelGraph, second: ModelGraph) -> bool:
+    """Lets the second of two graphs, where they differ in sizes alone, have what follows of the first from all else
+    (ModelGraph.once_for_all_sizes); False where they differ in more."""
     unlike = first.once((_Unlike, id(second)), lambda: _Unlike.between(first, second))
     if unlike is None:
-        return
+        return False
     line = _Line(0, 1, 1)
     try:
         for _, low, high in unlike.ops:
             line.op(low, high)
     except _UnlikeError:
-        return
+        return False
     second.share_outline(first)
+    return True

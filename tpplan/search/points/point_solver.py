@@ -13,11 +13,9 @@ from tpplan import solvers
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.costs.runs.execute import whole_strategy
-from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
-from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
@@ -129,10 +127,6 @@ class PointSolver:
     def _fingerprint(self) -> str:
         return self.request.profile.fingerprint
 
-    @cached_property
-    def _rates(self) -> Rates:
-        return Rates(KnownTimes(self.request.profile))
-
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """Everything that decisions and their costs depend on."""
         request = self.request
@@ -156,7 +150,7 @@ class PointSolver:
             self.traces.reuse.executor,
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
-            rates=self._rates,
+            rates=self.traces.reuse.rates_of(request.profile),
             others=[self._spaces[key] for key in sorted(self._spaces, key=lambda key: (key[1] != tp, -key[0]))],
         )
 
