@@ -263,7 +263,8 @@ def _without_guesses(solvers: Solvers, points: list[Point], certificate: SolverR
 
 
 def _forget_cut(solver: PointSolver, known: Progress, ep: int) -> None:
-    """Forgets the optima with this ep that chose what is now forbidden; other optima, and all bounds, still hold."""
+    """Forgets the optima with this ep that chose what is now forbidden, but as bounds: nothing that is left is faster.
+    Other optima, and all bounds, still hold."""
     solver.forget(solver.cuts.degrees)
     for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
@@ -274,4 +275,6 @@ def _forget_cut(solver: PointSolver, known: Progress, ep: int) -> None:
         if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders) or not all(
             conflict.is_avoided(choice) for conflict in conflicts
         ):
+            if candidate.solution.bound is not None:
+                known.refuted[point] = candidate.solution.bound
             del known.solved[point]
