@@ -130,7 +130,13 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors that the op reads, in argument order; a tensor that is read twice is listed twice."""
-        return tuple(references((self.args, tuple(value for _, value in self.kwargs))))
+        found: list[str] = []
+        for argument in (*self.args, *(value for _, value in self.kwargs)):
+            if isinstance(argument, Ref):
+                found.append(argument.name)
+            elif isinstance(argument, tuple):
+                found += references(argument)
+        return tuple(found)
 
 
 class Direction(StrEnum):
