@@ -125,11 +125,6 @@ class Rates:
     #: by the execution's id and the share that fusion leaves; the execution is held, so that its id is not reused
     _works: dict[tuple[int, float], tuple[Execution, Works]] = field(default_factory=dict)
     _alone: dict[tuple[int, float], tuple[Execution, StrategyTime]] = field(default_factory=dict)
-    _converting: dict[GroupShape, "ConversionTimes"] = field(default_factory=dict)
-
-    def converting(self, group: GroupShape) -> "ConversionTimes":
-        """The times of conversions in a group of ranks that were computed so far."""
-        return self._converting.setdefault(group, ConversionTimes())
 
     def work(self, kernels: Iterable[Kernel], moved: float) -> Work:
         """The sum of kernels. `moved` is the share of memory-bound kernels' time and number that fusion leaves."""
@@ -192,15 +187,6 @@ def _together(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionTimes:
-    """Times of conversions in a group, by all else that they depend on: of one, and of all strategies of a boundary or
-    reading."""
-
-    one: dict[Hashable, StrategyTime] = field(default_factory=dict)
-    every: dict[Hashable, tuple[StrategyTime, ...]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
     """The inputs and caches of a table of times."""
@@ -214,6 +200,10 @@ class Pricing:
     shares: Mapping[str, float]
     #: by decision: the number of additions of gradients behind each of its results
     additions: Mapping[str, tuple[float, ...]]
+    #: times of conversions, by all that they depend on
+    conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
+    #: likewise, of all strategies of a boundary or reading
+    converting: dict[Hashable, tuple[StrategyTime, ...]] = field(default_factory=dict)
 
 
 def time_table(
@@ -248,8 +238,7 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> tuple[StrategyT
     is_reading = isinstance(decider, Reading)
     value = values[decider.source.result if isinstance(decider, Reading) else decider.operand]
     key = strategies, is_reading, value.shape, value.dtype, value.carries_gradient, counts, moved
-    known = pricing.rates.converting(pricing.group)
-    if key not in known.every:
+    if key not in pricing.converting:
         found = []
         for strategy in strategies:
             if is_reading:
@@ -258,12 +247,12 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> tuple[StrategyT
                 conversion, layout = Conversion(strategy.operands[0], strategy.results[0]), strategy.results[0]
             summed = (counts, value.num_bytes, layout.num_slices(pricing.group.ranks), moved) if counts else ()
             own = steps_key(conversion, value), summed
-            if own not in known.one:
+            if own not in pricing.conversions:
                 added = _added(pricing, counts, [value], Strategy((), (layout,)), moved)
-                known.one[own] = _conversion_time(conversion, value, pricing, added)
-            found.append(known.one[own])
-        known.every[key] = tuple(found)
-    return known.every[key]
+                pricing.conversions[own] = _conversion_time(conversion, value, pricing, added)
+            found.append(pricing.conversions[own])
+        pricing.converting[key] = tuple(found)
+    return pricing.converting[key]
 
 
 def _added(

@@ -11,7 +11,7 @@ and compares (tpplan.search.branch_and_bound), and the plan notes the other micr
 
 from dataclasses import dataclass, replace
 
-from tpplan.core.graph import Argument, ModelGraph, Op, Value
+from tpplan.core.graph import Argument, ModelGraph, Op, Source, Value
 
 
 class _UnlikeError(Exception):
@@ -74,7 +74,7 @@ class _Unlike:
         """The sizes that differ; None where two graphs differ in more than sizes of values, arguments of ops, and the
         number of ranks that divide experts."""
         about = [
-            (tuple(replace(s, ep=1) for s in g.sources), g.outputs, g.loss, g.blocks, g.questions, tuple(g.values))
+            (tuple(map(_of_all_ranks, g.sources)), g.outputs, g.loss, g.blocks, g.questions, tuple(g.values))
             for g in (first, second)
         ]
         if about[0] != about[1] or len(first.nodes) != len(second.nodes):
@@ -92,6 +92,10 @@ class _Unlike:
                     return None
                 ops.append((position, own, other))
         return cls(tuple(values), tuple(ops), second)
+
+
+def _of_all_ranks(source: Source) -> Source:
+    return source if source.ep == 1 else replace(source, ep=1)
 
 
 def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: int) -> ModelGraph | None:

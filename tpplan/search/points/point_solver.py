@@ -16,6 +16,7 @@ from tpplan.costs.runs.execute import whole_strategy
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
@@ -127,6 +128,10 @@ class PointSolver:
     def _fingerprint(self) -> str:
         return self.request.profile.fingerprint
 
+    @cached_property
+    def _rates(self) -> Rates:
+        return self.traces.reuse.rates_of(self.request.profile)
+
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """Everything that decisions and their costs depend on."""
         request = self.request
@@ -150,7 +155,7 @@ class PointSolver:
             self.traces.reuse.executor,
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
-            rates=self.traces.reuse.rates_of(request.profile),
+            rates=self._rates,
             others=[self._spaces[key] for key in sorted(self._spaces, key=lambda key: (key[1] != tp, -key[0]))],
         )
 

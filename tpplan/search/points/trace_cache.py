@@ -192,7 +192,9 @@ class Reuse:
 
     def rates_of(self, profile: HardwareProfile) -> Rates:
         """The times of kernels and ops on a machine that were computed so far."""
-        return self.rates.setdefault(profile.fingerprint, Rates(KnownTimes(profile)))
+        if (key := profile.fingerprint) not in self.rates:
+            self.rates[key] = Rates(KnownTimes(profile))
+        return self.rates[key]
 
     def space(self, key: Hashable, make: Callable[[], PricedSpace]) -> PricedSpace:
         """The priced space that `make` returned for this key at the first call."""
