@@ -22,9 +22,10 @@ from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.build_space import build_space
+from tpplan.layouts.layer_treatments import Treatment
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import DATA_PARALLEL
-from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.plan import Plan, Precision, Recompute
 from tpplan.prove.counterexample import Counterexample
 from tpplan.search import branch_and_bound, counterexamples
 from tpplan.solvers.problem import Status, total
@@ -187,11 +188,13 @@ def test_ties_are_broken_by_least_work() -> None:
     cheapest = solvers.solve(formulation.problem)
     assert cheapest.choice is not None
     assert cheapest.objective is not None
-    tie_break = formulation.tie_break(cheapest.objective)
+    tie_break = formulation.tie_break(cheapest.choice)
     settled = solvers.solve(tie_break)
     assert settled.choice is not None
     assert formulation.problem.price(settled.choice) == pytest.approx(cheapest.objective, rel=1e-8)
     assert tie_break.price(settled.choice) <= tie_break.price(cheapest.choice)
+    had, has = (set(formulation.treatments(choice).values()) for choice in (cheapest.choice, settled.choice))
+    assert has <= had | {Treatment(recompute=Recompute.NONE, reshard=True)}
     # Most of the step is exposed communication: that is when ties are many.
     free = [t for t in formulation.problem.objective if t.name == "exposed data-parallel collectives"]
     assert sum(term.value(settled.choice) for term in free) > 0.5 * cheapest.objective

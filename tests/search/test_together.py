@@ -6,10 +6,11 @@ import pytest
 from examples import example
 
 from tpplan.machine.profile import load_profile
+from tpplan.search.best_first import Progress, explore
 from tpplan.search.planner import prepare
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
-from tpplan.search.points.point_solver import FEWEST_TOGETHER, Candidate, PointSolver
+from tpplan.search.points.point_solver import FEWEST_TOGETHER, Candidate, PointSolver, Solvers
 from tpplan.search.points.request import Request
 from tpplan.solvers.problem import total
 
@@ -57,3 +58,16 @@ def test_points_that_do_not_fit_are_left_to_be_looked_at_alone() -> None:
     for point in points:
         alone.lower_limit(point, solver.request.limit)
     assert alone.relaxed_together(points, cutoff=0.0) == {}
+
+
+def test_the_point_of_a_refuted_plan_is_looked_at_first_and_bounds_what_is_left() -> None:
+    solver, points = tight()
+    solvers, known = Solvers({1: solver}), Progress()
+    best = explore(solvers, points, known)
+    refuted = {point: own.solution.objective for point, own in known.solved.items() if own.solution.objective}
+    left = Progress(bounds=dict(known.bounds), stages=dict(known.stages), refuted=refuted)
+    again = explore(solvers, points, left)
+    assert (again.point, again.solution.objective) == (best.point, best.solution.objective)
+    assert next(iter(left.solved)) == best.point
+    assert all(left.bounds[point] >= bound for point, bound in refuted.items())
+    assert not left.refuted

@@ -125,7 +125,13 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the tensors that the op reads, in argument order; a tensor that is read twice is listed twice."""
-        return tuple(references((self.args, tuple(value for _, value in self.kwargs))))
+        found: list[str] = []
+        for argument in (*self.args, *(value for _, value in self.kwargs)):
+            if isinstance(argument, Ref):
+                found.append(argument.name)
+            elif isinstance(argument, tuple):
+                found += references(argument)
+        return tuple(found)
 
 
 class Direction(StrEnum):
@@ -296,7 +302,8 @@ class ModelGraph:
         """The value of `make()`, cached under `key` for all graphs that share this one's outline: those that `resized`
         made of it, the one that it was made of, and those to which `share_outline` gave it.
 
-        The value must follow from what such graphs share: names, modules, and which node reads and makes which values.
+        The value must follow from what such graphs share: names, modules, and which node reads and makes which values;
+        not from the number of ranks that divide experts.
         """
         if key not in self._outline:
             self._outline[key] = make()

@@ -59,8 +59,9 @@ class Space:
         """The value of `make()`, cached under `key` for all spaces with these classes on the graph in any size, on any
         number of tp ranks. The value must follow from the classes, the parameters, and what graphs share by
         ModelGraph.once_for_all_sizes."""
-        # What is cached holds the classes, so that their id is not reused.
-        _, found = self.graph.once_for_all_sizes((key, id(self.classes)), lambda: (self.classes, make()))
+        # What is cached holds the classes, so that their id is not reused; parameters say how many ranks divide them.
+        own = key, id(self.classes), self.graph.ep
+        _, found = self.graph.once_for_all_sizes(own, lambda: (self.classes, make()))
         return found
 
     @cached_property
@@ -96,7 +97,7 @@ def deciders_of(graph: ModelGraph) -> dict[str, Decider]:
 
 def _own_deciders(graph: ModelGraph) -> dict[str, Decider]:
     """The decisions with the nodes of this graph, whose order is that in graphs of other sizes."""
-    found = dict(graph.once_for_all_sizes(_deciders, lambda: dict(_deciders(graph))))
+    found = dict(graph.once_for_all_sizes((_deciders, graph.ep), lambda: dict(_deciders(graph))))
     found.update((node.name, node) for node in graph.nodes)
     for name, decider in found.items():
         if isinstance(decider, Reading) and decider.op is not (own := found[decider.op.name]):

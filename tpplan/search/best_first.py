@@ -53,6 +53,8 @@ class Progress:
     undecided: dict[Point, SolverError] = field(default_factory=dict)
     #: optima of points under a memory limit that their plans did not keep, before it was lowered
     lowered: dict[Point, float] = field(default_factory=dict)
+    #: optima that were refuted, which bound what is left of their points
+    refuted: dict[Point, float] = field(default_factory=dict)
 
     def best(self) -> Candidate | None:
         """The fastest candidate; of equal ones that of the least point."""
@@ -83,6 +85,7 @@ def explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidate
     request = solvers.request
     groups = sorted({(point.micro_batch, -point.ep) for point in points})
     known.too_wide.clear()
+    _look_again(solvers, known)
     done = 0
     for number, (size, negative) in enumerate(groups):
         solver = solvers.by_ep[-negative]
@@ -102,6 +105,22 @@ def explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidate
     for stage, total in (("trace", len(groups)), ("costs", len(points)), ("solve", len(points))):
         request.report(stage, total, total)
     return known.best() or _raise_without(solvers, points, known)
+
+
+def _look_again(solvers: Solvers, known: Progress) -> None:
+    """Looks first at the point of the fastest plan that was refuted: what is left there excludes most other points."""
+    refuted = min(known.refuted, key=lambda point: (known.refuted[point], point), default=None)
+    if refuted is None:
+        return
+    known.bounds |= {point: max(known.bounds.get(point, 0.0), bound) for point, bound in known.refuted.items()}
+    known.refuted.clear()
+    solver, is_open = solvers.of(refuted), True
+    try:
+        while is_open:
+            stage = known.stages.get(refuted, Stage.LIGHT)
+            is_open = _noted(known, refuted, stage, _looked_at(solver, refuted, stage, known.ceiling))
+    except (NoLayoutError, SolverError) as error:
+        logger.info("%s is looked at later: %s", refuted, error)
 
 
 def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> NoReturn:

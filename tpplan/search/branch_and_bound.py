@@ -230,9 +230,8 @@ def _unsearched(solvers: Solvers, points: list[Point], known: Progress) -> tuple
 def _settled(solver: PointSolver, best: Candidate) -> Candidate:
     """The best candidate with its ties broken, unchanged where the time limit does not suffice for that."""
     formulation, solution = best.formulation, best.solution
-    assert solution.objective is not None
     assert solution.choice is not None
-    problem = formulation.tie_break(solution.objective)
+    problem = formulation.tie_break(solution.choice)
     try:
         chosen = solver.solver_of(problem, cutoff=problem.price(solution.choice)).choice
     except SolverError as error:
@@ -266,7 +265,8 @@ def _without_guesses(solvers: Solvers, points: list[Point], certificate: SolverR
 
 
 def _forget_cut(solver: PointSolver, known: Progress, ep: int) -> None:
-    """Forgets the optima with this ep that chose what is now forbidden; other optima, and all bounds, still hold."""
+    """Forgets the optima with this ep that chose what is now forbidden, but as bounds: nothing that is left is faster.
+    Other optima, and all bounds, still hold."""
     solver.forget(solver.cuts.degrees)
     for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
@@ -277,4 +277,6 @@ def _forget_cut(solver: PointSolver, known: Progress, ep: int) -> None:
         if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders) or not all(
             conflict.is_avoided(choice) for conflict in conflicts
         ):
+            if candidate.solution.bound is not None:
+                known.refuted[point] = candidate.solution.bound
             del known.solved[point]

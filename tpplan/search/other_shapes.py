@@ -227,26 +227,27 @@ class _Search:
         """The first problem of the proof at inputs of an `other` batch and length; "" where the plan is proven."""
         fewer = FewerLayers.of(graph, digest_of(self.plan))
         if fewer.standing:
-            found = self.difference_without(fewer, graph, inputs, opaques, other)
-            if not found:
-                return ""
+            found, is_of_all = self.difference_without(fewer, graph, inputs, opaques, other)
+            if not found or is_of_all:
+                return found
             logger.info("all layers are compared: %s", found)
-        return self.difference_without(FewerLayers(), graph, inputs, opaques, other)
+        return self.difference_without(FewerLayers(), graph, inputs, opaques, other)[0]
 
     def difference_without(
         self, fewer: FewerLayers, graph: ModelGraph, inputs: Inputs, opaques: Opaques, other: tuple[int, int]
-    ) -> str:
+    ) -> tuple[str, bool]:
         """The first problem of the proof of a graph and a model without some layers, of types, of calls that look
-        alike, or of what runs. Without all layers, one that only shapes farther away would show counts as well."""
+        alike, or of what runs; and whether the whole model is known to have it too. Without all layers, one that only
+        shapes farther away would show counts as well."""
         plan, units = fewer.plan(self.plan), tuple(unit for unit in self.traced.units if not fewer.is_left_out(unit))
         assignment = assignment_of(fewer.graph(graph), plan, layers=units)
         if isinstance(assignment, Mistyped):
-            return assignment.message
+            return assignment.message, False
         near = self.like_calls(assignment, other)
         if mistakable := near.mistakable():
-            return mistakable
+            return mistakable, True
         if near.has_unknown() and (farther := "a size may grow" if fewer.standing else self.mistakable_farther(other)):
-            return farther
+            return farther, False
         original = Original(
             model=self.traced.model,
             inputs=inputs,
@@ -257,7 +258,9 @@ class _Search:
             fewer=fewer,
         )
         found = find_difference(original, plan)
-        return found.message if found is not None else ""
+        if found is None:
+            return "", False
+        return found.message, bool(fewer.standing) and original.is_faithful
 
     def mistakable_farther(self, other: tuple[int, int]) -> str:
         """The first call that may be taken for another one where the plan replaces a number, at shapes far above and

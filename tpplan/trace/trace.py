@@ -152,8 +152,9 @@ def trace(
         return graph
     if like is not None and not program.guessed and (known := varying_as(graph, like)) is not None:
         return known
+    longer = replace(request, notes_calls=False, is_compared=True)
     try:
-        return with_varying(graph, _run_deduplicated(request, copies, extra=1)[0], program.guessed)
+        return with_varying(graph, _run_deduplicated(longer, copies, extra=1)[0], program.guessed)
     except TraceError:
         if program.guessed:
             raise

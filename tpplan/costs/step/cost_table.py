@@ -119,7 +119,7 @@ def decides_like(space: Space, other: Space) -> bool:
 def _outlined(graph: ModelGraph) -> tuple[object, ...]:
     """The sources, and the nodes in order without the arguments of ops, which contain sizes."""
     return graph.once_for_all_sizes(
-        _outlined,
+        (_outlined, graph.ep),
         lambda: (
             graph.sources,
             *(

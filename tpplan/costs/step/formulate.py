@@ -157,12 +157,13 @@ class Formulation:
             whole_gradients=self.setting.whole_gradients,
         )
 
-    def tie_break(self, objective_s: float) -> Problem:
-        """The ILP that finds the choice of least work among those of this price: where communication is exposed, the
-        compute behind it costs nothing.
+    def tie_break(self, choice: Mapping[str, int]) -> Problem:
+        """The ILP that finds the choice of least work among those of a choice's price: where communication is exposed,
+        the compute behind it costs nothing.
 
         Minimizes compute, tp collectives and reductions, hidden or not, and then the number of conversions and of
-        layers that are recomputed or kept gathered.
+        layers that are recomputed or kept gathered. Treatments are those that the choice has, and the default: with
+        all of them, breaking ties of a model with several kinds of layers takes longer than finding the price.
         """
         work = tuple(t for t in self.problem.objective if t.name in _WORK)
         conversions = (
@@ -176,12 +177,23 @@ class Formulation:
             for treatment, count in kind.numbers.counts.items()
             for term in count.times(constant_term("treated layers", CONVERSION_S * _departures(treatment)))
         )
-        price = Resource(name="step time", terms=self.problem.objective, limit=objective_s * (1 + TIE_TOLERANCE))
+        unused = (
+            term
+            for kind in self.kinds
+            for treatment, count in kind.numbers.counts.items()
+            if _departures(treatment) and not count.value(choice)
+            for term in count.times(constant_term("unused treatments", 1.0))
+        )
+        most_s = self.problem.price(choice) * (1 + TIE_TOLERANCE)
         return Problem(
             nodes=self.problem.nodes,
             edges=self.problem.edges,
             objective=(*work, *conversions, *treated),
-            resources=(*self.problem.resources, price),
+            resources=(
+                *self.problem.resources,
+                Resource(name="unused treatments", terms=tuple(unused), limit=0.0),
+                Resource(name="step time", terms=self.problem.objective, limit=most_s),
+            ),
             splits=self.problem.splits,
             conflicts=self.problem.conflicts,
             shared=self.problem.shared,

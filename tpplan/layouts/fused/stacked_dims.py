@@ -124,8 +124,8 @@ def _asked(
             stacked[place].update(S(layout.dim, *own) for own in parts if sum(own) == value.shape[layout.dim])
     if call.target in RESHAPES:
         for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-            if other in made[0][bool(other.parts)] and len(own.parts) <= MOST_STACKED:
-                (stacked if own.parts else plain)[0].add(own)
+            if max(own.count, other.count) <= MOST_STACKED and other.layout in made[0][other.count > 1]:
+                (stacked if own.count > 1 else plain)[0].add(own.layout)
     return tuple((frozenset(own), frozenset(other)) for own, other in zip(plain, stacked, strict=True))
 
 
@@ -139,14 +139,14 @@ def _handed_on(
         made[place].add(layout)
     if call.target in RESHAPES:
         for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-            if own in given[0][1] and not other.parts:  # a stacked dim is taken apart
-                made[0].add(other)
-            if S(own.dim or 0) not in given[0][0]:
+            if other.count == 1 and own.count <= MOST_STACKED and own.layout in given[0][1]:
+                made[0].add(other.layout)  # a stacked dim is taken apart
+            if S(own.dim) not in given[0][0]:
                 continue
-            if not other.parts:  # of a fused dim
-                made[0].add(other)
-            elif not own.parts and len(other.parts) <= MOST_STACKED:
-                stacked[0].add(other)
+            if other.count == 1:  # of a fused dim
+                made[0].add(other.layout)
+            elif own.count == 1 and other.count <= MOST_STACKED:
+                stacked[0].add(other.layout)
     else:
         for position, (_, handed) in enumerate(given):
             for operand in handed:

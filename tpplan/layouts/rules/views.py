@@ -1,6 +1,7 @@
 """Rules of ops that move dims without changing elements: all are linear, and slices must stay contiguous."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
@@ -39,8 +40,8 @@ def reshape(call: Call) -> Iterable[Strategy]:
     shapes = (call.operands[0].shape, call.results[0].shape)
     yield from _moved(*reshape_letters(*shapes))
     for own, other in regrouped(*shapes):
-        if all(layout.parts in call.parts for layout in (own, other) if layout.parts):
-            yield Strategy((own,), (other,))
+        if own.is_among(call.parts) and other.is_among(call.parts):
+            yield Strategy((own.layout,), (other.layout,))
     for joined, stack, is_stacked in stacks(*shapes):
         if not is_stacked and stack[1] == stack[0] + 1:
             yield Strategy((joint(stack[0]),), (S(joined),))
@@ -83,9 +84,27 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
             yield others[0], own, False
 
 
-def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
-    """Yields the layouts in both shapes of a shard that begins inside a group: at n elements further in than its dim,
-    it is a shard of n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """A shard of a dim in `count` equal parts of this size, which may be as many as a batch has tokens."""
+
+    dim: int
+    count: int
+    size: int
+
+    def is_among(self, known: Collection[Parts]) -> bool:
+        """True for a shard in one part, and for one whose parts are known."""
+        return self.count == 1 or any(len(parts) == self.count and {*parts} == {self.size} for parts in known)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with the size of each part."""
+        return S(self.dim, *([self.size] * self.count if self.count > 1 else ()))
+
+
+def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[Stride, Stride]]:
+    """Yields both shapes' shards of what begins inside a group: at n elements further in than its dim, it is a shard of
+    n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
     for dims in groups(source, target):
         starts = [
             tuple(accumulate((shape[i] for i in own), mul, initial=1))
@@ -97,7 +116,7 @@ def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tupl
             for shape, own, begins in zip((source, target), dims, starts, strict=True):
                 number = max(i for i, begin in enumerate(begins) if begin <= place)
                 count = place // begins[number]
-                found.append(S(own[number], *([shape[own[number]] // count] * count if count > 1 else ())))
+                found.append(Stride(own[number], count, shape[own[number]] // count))
             yield found[0], found[1]
 
 

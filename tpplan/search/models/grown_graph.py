@@ -11,7 +11,7 @@ and compares (tpplan.search.branch_and_bound), and the plan notes the other micr
 
 from dataclasses import dataclass, replace
 
-from tpplan.core.graph import Argument, ModelGraph, Op, Value
+from tpplan.core.graph import Argument, ModelGraph, Op, Source, Value
 
 
 class _UnlikeError(Exception):
@@ -71,8 +71,12 @@ class _Unlike:
 
     @classmethod
     def between(cls, first: ModelGraph, second: ModelGraph) -> "_Unlike | None":
-        """The sizes that differ; None where two graphs differ in more than sizes of values and arguments of ops."""
-        about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
+        """The sizes that differ; None where two graphs differ in more than sizes of values, arguments of ops, and the
+        number of ranks that divide experts."""
+        about = [
+            (tuple(map(_of_all_ranks, g.sources)), g.outputs, g.loss, g.blocks, g.questions, tuple(g.values))
+            for g in (first, second)
+        ]
         if about[0] != about[1] or len(first.nodes) != len(second.nodes):
             return None
         values = []
@@ -88,6 +92,10 @@ class _Unlike:
                     return None
                 ops.append((position, own, other))
         return cls(tuple(values), tuple(ops), second)
+
+
+def _of_all_ranks(source: Source) -> Source:
+    return source if source.ep == 1 else replace(source, ep=1)
 
 
 def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: int) -> ModelGraph | None:
@@ -107,16 +115,17 @@ def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: i
         return None
 
 
-def share_outline(first: ModelGraph, second: ModelGraph) -> None:
-    """Lets the second of two traces, where they differ in sizes alone, have what follows of the first from all else
-    (ModelGraph.once_for_all_sizes)."""
+def share_outline(first: ModelGraph, second: ModelGraph) -> bool:
+    """Lets the second of two graphs, where they differ in sizes alone, have what follows of the first from all else
+    (ModelGraph.once_for_all_sizes); False where they differ in more."""
     unlike = first.once((_Unlike, id(second)), lambda: _Unlike.between(first, second))
     if unlike is None:
-        return
+        return False
     line = _Line(0, 1, 1)
     try:
         for _, low, high in unlike.ops:
             line.op(low, high)
     except _UnlikeError:
-        return
+        return False
     second.share_outline(first)
+    return True

@@ -18,11 +18,14 @@ from torch import nn
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.costs.strategy_times import Rates
 from tpplan.experts.degree_graph import of_degree
 from tpplan.experts.expert_share import with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped
+from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
 from tpplan.prove.structure import Original
@@ -88,6 +91,14 @@ class Reuse:
     #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)
+    #: by fingerprint of the profile
+    rates: dict[str, Rates] = field(default_factory=dict)
+
+    def rates_of(self, profile: HardwareProfile) -> Rates:
+        """The times of kernels and ops on a machine that were computed so far."""
+        if (key := profile.fingerprint) not in self.rates:
+            self.rates[key] = Rates(KnownTimes(profile))
+        return self.rates[key]
 
     def space(self, key: Hashable, make: Callable[[], PricedSpace]) -> PricedSpace:
         """The priced space that `make` returned for this key at the first call."""
@@ -157,8 +168,7 @@ class TraceCache:
             smaller = self._smaller(micro_batch)
             with self.subject.planning():
                 found = self.reuse.traces[key] = self._trace(micro_batch)
-            if smaller:
-                share_outline(smaller[min(smaller)].graph, found.graph)
+            any(share_outline(smaller[size].graph, found.graph) for size in sorted(smaller))
             self.reuse.executor.observe(found.opaques.by_key())
         return self.reuse.traces[key]
 
@@ -277,13 +287,15 @@ class TraceCache:
         base = self.relatives[0].traced(micro_batch)
         if base.opaques.by_key() or base.opaques.untouched:
             return None
-        for first, second in self._pairs(micro_batch):
-            graph = of_degree(base.graph, first.graph, second.graph, self._degree)
+        for start, first, second in self._pairs(micro_batch):
+            graph = of_degree(start.graph, first.graph, second.graph, self._degree)
             if graph is not None:
                 model = self._built().model
+                share_outline(start.graph, graph)
                 return replace(base, model=model, inputs=second.inputs, graph=graph, notes=self._built().notes)
         with self.subject.planning():
             found = self._trace(micro_batch, like=base.graph)
+        any(share_outline(relative.traced(micro_batch).graph, found.graph) for relative in self.relatives)
         self.reuse.executor.observe(found.opaques.by_key())
         return found
 
@@ -291,17 +303,19 @@ class TraceCache:
     def _degree(self) -> int:
         return self.subject.experts.ep if self.subject.experts is not None else 1
 
-    def _pairs(self, micro_batch: int) -> Iterator[tuple[Traced, Traced]]:
-        """Yields, of micro-batches, the model as the first relative has it and as another number of ranks does: the
-        second relative, or this one where there is no other."""
-        base, other = self.relatives[0], self.relatives[1] if len(self.relatives) > 1 else self
-        if other is not self:
-            other.traced(micro_batch)
-        sizes = {own.micro_batch for own in self.reuse.likened.values()}
-        for size in sorted(sizes, key=lambda size: (size != micro_batch, size)):
-            second = other.reuse.likened.get(other.key(size))
-            if second is not None and (first := base._anchor(size)) is not None:
-                yield first, second
+    def _pairs(self, micro_batch: int) -> Iterator[tuple[Traced, Traced, Traced]]:
+        """Yields the model as a relative has it at a micro-batch; and, of micro-batches, as that relative has it and as
+        another number of ranks does: the second relative, or this one. At one expert a rank, code may give its ops
+        other arguments, so that each relative is tried."""
+        others = [(self.relatives[0], other) for other in self.relatives[1:]]
+        for base, other in (*others, *((relative, self) for relative in self.relatives)):
+            if other is not self:
+                other.traced(micro_batch)
+            sizes = {own.micro_batch for own in self.reuse.likened.values()}
+            for size in sorted(sizes, key=lambda size: (size != micro_batch, size)):
+                second = other.reuse.likened.get(other.key(size))
+                if second is not None and (first := base._anchor(size)) is not None:
+                    yield base.traced(micro_batch), first, second
 
 
 def _with_stage(build_model: BuildModel, stage: StagePlan, precision: Precision) -> nn.Module:

@@ -13,7 +13,6 @@ from tpplan import solvers
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.costs.runs.execute import whole_strategy
-from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
@@ -132,7 +131,7 @@ class PointSolver:
 
     @cached_property
     def _rates(self) -> Rates:
-        return Rates(KnownTimes(self.request.profile))
+        return self.traces.reuse.rates_of(self.request.profile)
 
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """Everything that decisions and their costs depend on."""
