@@ -1,7 +1,7 @@
 """`tpplan report plan.json model.py -o report.html`: writes a plan as one HTML page that loads nothing.
 
 With the plan's model the page also draws the step, stream by stream, and its memory from start to end; --what-if solves
-for other numbers of GPUs, batches, lengths and memory limits, about 18 times, and draws what that gives.
+for other numbers of GPUs, batches, lengths, memory limits and bandwidths, some 24 times, and draws what that gives.
 """
 
 import argparse

@@ -20,7 +20,7 @@ from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.answer import warnings
 from tpplan.plan.report.details import collective_totals, moment, provenance, setting
 from tpplan.plan.report.layer_table import layer_entries
-from tpplan.plan.report.words import format_count, gib, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
 from tpplan.plan.step_anatomy import Anatomy
 
 _FOLDER = Path(__file__).parent
@@ -78,6 +78,12 @@ def _step_parts(plan: Plan, anatomy: Anatomy | None) -> dict[str, object]:
     }
 
 
+def _per_gpu(plan: Plan, rate: float) -> str:
+    """Throughput of one GPU, and its MFU where the plan says it."""
+    used = mfu(plan.predicted, plan.mesh.num_gpus)
+    return f"{format_count(rate / plan.mesh.num_gpus)} per GPU" + ("" if used is None else f", MFU {used:.0%}")
+
+
 def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """(name, value, what is to be known of it) of the numbers at the top of the page."""
     predicted, mesh = plan.predicted, plan.mesh
@@ -90,7 +96,7 @@ def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         (
             unit,
             format_count(rate) if rate is not None else "unknown",
-            f"{format_count(rate / mesh.num_gpus)} per GPU" if rate is not None else "the predicted step is 0 s",
+            _per_gpu(plan, rate) if rate is not None else "the predicted step is 0 s",
         ),
         (
             "memory per GPU",
