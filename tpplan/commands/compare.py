@@ -90,7 +90,7 @@ def _page(best: Plan, others: "Sequence[Alternative]") -> str:
 
     rows = [Row(name="tpplan", plan=best, is_answer=True)]
     rows += [Row(name=own.name, plan=own.plan, problem=own.problem.split(" (")[0]) for own in others]
-    sentences = [_costs(own.name, best, own.plan) for own in others if own.plan is not None]
+    sentences = [f"Against the best, {_costs(own.name, best, own.plan)}" for own in others if own.plan is not None]
     return plans_page(rows, title="The best plan beside plans by hand", sentences=sentences)
 
 

@@ -4,14 +4,14 @@ bars of one scale.
 Texts of a plan may be hostile: the template escapes every one, and control characters are escaped before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds
-from tpplan.page.bars import Bar, bars
+from tpplan.page.bars import Bar
 from tpplan.page.render import rendered
-from tpplan.page.step_drawing import colour_of, legend
+from tpplan.page.step_drawing import legend
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
 
@@ -59,14 +59,22 @@ def _drawn(row: Row, slowest_s: float) -> _Drawn:
     if row.plan is None:
         return _Drawn(name=row.name, is_answer=row.is_answer)
     predicted = row.plan.predicted
-    parts = bars(predicted.time_s, slowest_s, format_seconds)
     return _Drawn(
         name=row.name,
         is_answer=row.is_answer,
         cells=_cells(row.plan),
         step=format_seconds(predicted.step_time_s),
-        parts=tuple((colour_of(bar.name), bar) for bar in parts),
+        parts=tuple(_parts(predicted.time_s, slowest_s)),
     )
+
+
+def _parts(time_s: Mapping[str, float], whole_s: float) -> Iterator[tuple[str, Bar]]:
+    """Yields (colour, bar) of each part side by side, in the order of the legend."""
+    starts_at = 0.0
+    for colour, part in legend({part for part, seconds in time_s.items() if seconds}):
+        percent = 100.0 * time_s[part] / whole_s if whole_s else 0.0
+        yield colour, Bar(name=part, amount=format_seconds(time_s[part]), percent=percent, starts_at=starts_at)
+        starts_at += percent
 
 
 def _cells(plan: Plan) -> tuple[str, ...]:
