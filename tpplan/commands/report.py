@@ -1,6 +1,7 @@
 """`tpplan report plan.json model.py -o report.html`: writes a plan as one HTML page that loads nothing.
 
-Several plans, without a model, are compared on one page: `tpplan report a.json b.json -o report.html`.
+Several plans, without a model, are compared on one page: `tpplan report a.json b.json -o report.html`. So are the
+stages of a plan of stages.
 
 With the plan's model the page also draws the step, stream by stream, and its memory from start to end; --what-if solves
 for other numbers of GPUs, batches, lengths, memory limits and bandwidths, some 24 times, and draws what that gives.
@@ -18,7 +19,9 @@ from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.files import write_atomically
 from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.stages import stage_facts, stage_name
 from tpplan.plan.step_anatomy import Anatomy
 from tpplan.search.points.model_spec import ModelSpec, is_model
 from tpplan.search.points.user_model import load_model_file
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.points.trace_cache import Reuse
 
+_OF_STAGES = "Each row below is one stage, as it runs alone, without waiting for others."
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. The profile is the plan's, by name, unless
 --profile names another.
@@ -56,13 +60,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"report: expected one plan and its model, or plans alone, got {' '.join(args.more)}")
     if not models and (args.what_if or args.profile):
         raise UsageError("report: --what-if and --profile need model.py, because they price the plan's model")
+    title = Path(args.plan).name
     if args.more and not models:
         paths = [args.plan, *args.more]
         text = plans_page([Row(name=path, plan=Plan.load(path)) for path in paths], title=f"{len(paths)} plans")
+    elif not models and isinstance(stages := load_plan(args.plan), PipelinePlan):
+        rows = [Row(name=stage_name(own), plan=own) for own in stages.stages]
+        text = plans_page(rows, title=title, sentences=[*map(": ".join, stage_facts(stages)), _OF_STAGES])
     else:
         plan = Plan.load(args.plan)
-        anatomy = _anatomy(args, plan, models[0]) if models else None
-        text = plan_page(plan, title=Path(args.plan).name, anatomy=anatomy)
+        text = plan_page(plan, title=title, anatomy=_anatomy(args, plan, models[0]) if models else None)
     write_atomically(args.output, text)
     wrote(args.output)
     return 0
