@@ -43,7 +43,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the verb."""
     parser = add_verb(subparsers, "report", "write a plan as an HTML page", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
-    parser.add_argument("more", metavar="model.py|plan.json", nargs="*", help="the plan's model, or more plans")
+    parser.add_argument("words", metavar="model.py|plan.json", nargs="*", help="the plan's model, or more plans")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="where to write the page")
     parser.add_argument("--what-if", action="store_true", help="draw curves of what would change the plan (it solves)")
     parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
     from tpplan.page.plans_page import Row, plans_page
 
     check_output(args.output)
-    models = [word for word in args.more if is_model(word)]
-    if len(models) > 1 or (models and len(args.more) > 1):
-        raise UsageError(f"report: expected one plan and its model, or plans alone, got {' '.join(args.more)}")
+    models = [word for word in args.words if is_model(word)]
+    if len(models) > 1 or (models and len(args.words) > 1):
+        raise UsageError(f"report: expected one plan and its model, or plans alone, got {' '.join(args.words)}")
     if not models and (args.what_if or args.profile):
         raise UsageError("report: --what-if and --profile need model.py, because they price the plan's model")
     title = Path(args.plan).name
-    if args.more and not models:
-        paths = [args.plan, *args.more]
+    if args.words and not models:
+        paths = [args.plan, *args.words]
         text = plans_page([Row(name=path, plan=Plan.load(path)) for path in paths], title=f"{len(paths)} plans")
     elif not models and isinstance(stages := load_plan(args.plan), PipelinePlan):
         rows = [Row(name=stage_name(own), plan=own) for own in stages.stages]
