@@ -4,6 +4,7 @@ Blocks of a README run in order in one folder, on the CPU. By default its comman
 imported torch; with -m long the very text is given to a shell.
 """
 
+import json
 import os
 import re
 import runpy
@@ -271,6 +272,28 @@ def test_the_exporter_that_is_shown_works(tmp_path: Path) -> None:
     cut = {name: own.placement for name, own in plan.parameter_plans().items() if own.placement.dim is not None}
     assert cut
     assert sorted(lines) == sorted(f"{name} {placement}" for name, placement in cut.items())
+
+
+#: CPU seconds that the first plan and its page may take
+MOST_CPU_S = 60.0
+TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 64}
+TINY |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_three_commands_lead_to_a_page(tmp_path: Path) -> None:
+    """The first installs; the others run as they stand, in a folder with a config alone."""
+    pytest.importorskip("transformers")
+    (shown,) = [block.text for block in blocks_of(text_of("README.md")) if "pip install" in block.text]
+    install, *commands = shown.splitlines()
+    assert install == "pip install '.[hf]'"
+    assert len(commands) == 2
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    environment, before = put_on_path(tmp_path), os.times()
+    for command in commands:
+        shell(["bash", "-euc", command], tmp_path, environment)
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < MOST_CPU_S
+    assert "Where the time goes" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 # --- by a shell ------------------------------------------------------------------------------------------------------

@@ -156,12 +156,17 @@ def test_curves_are_what_solve_gives() -> None:
         reuse=Reuse(),
     )
     found = {curve.name: curve for curve in curves(problem, plan)}
-    assert list(found) == ["GPUs", "global batch", "sequence length", "memory limit"]
+    assert list(found) == ["GPUs", "global batch", "sequence length", "memory limit", "bandwidth of links"]
     for option, name in (("global_batch", "global batch"), ("seq_len", "sequence length")):
         for outcome in found[name].outcomes:
             own = problem.solve(prove=False, micro_batch="auto", **{option: int(outcome.value)})
             assert outcome.step_time_s == own.predicted.step_time_s
     assert [outcome.value for outcome in found["GPUs"].outcomes] == [1, 2, 4, 8]
+    assert [outcome.mesh for outcome in found["GPUs"].outcomes][:1] == ["one rank"]
+    by_links = found["bandwidth of links"].outcomes
+    step_s = {outcome.value: outcome.step_time_s for outcome in by_links}
+    assert step_s[1] == pytest.approx(next(own.step_time_s for own in found["GPUs"].outcomes if own.value == 2))
+    assert sorted(step_s.values(), reverse=True) == list(step_s.values())
 
 
 def test_a_value_without_a_plan_says_why() -> None:

@@ -97,3 +97,12 @@ def test_the_flag_is_for_configurations(tmp_path: Path, capsys: pytest.CaptureFi
     options = ("--gpus", "1", "--profile", "h100-sxm", "--global-batch", "1", "--seq-len", "8")
     assert main(["solve", "model.py", *options, "--trust-remote-code"]) == 2
     assert "--trust-remote-code goes with hf:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "verb", ["calibrate", "compare", "explain", "export", "report", "size", "solve", "try", "verify"]
+)
+def test_every_verb_that_reads_a_model_takes_the_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    assert "--trust-remote-code" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_what_if_draws_curves(plan_file: Path, tmp_path: Path) -> None:
     assert main(["report", str(plan_file), str(MLP), "--what-if", "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "What would change the plan" in text
-    assert text.count('<div class="curve">') == 4
+    assert text.count('<div class="curve">') == 5
 
 
 def test_what_needs_the_model_says_so(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

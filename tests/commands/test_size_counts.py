@@ -16,8 +16,12 @@ def rows(lines: list[str]) -> list[str]:
     return [line.removeprefix(">").split()[0] for line in found]
 
 
-def test_counts_that_do_not_divide_are_named_below(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["size", str(MLP), "--gpus", "2,3,4", *OPTIONS, "2"]) == 0
+def test_counts_that_do_not_divide_are_named_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["size", str(MLP), "--gpus", "2,3,4", *OPTIONS, "2", "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert all(f"<td>{gpus} x h100-sxm</td>" in text for gpus in (2, 3, 4))
+    assert "h100-sxm: Of the counts tried, 2 GPUs are the fewest on which the training fits" in text
     lines = capsys.readouterr().out.splitlines()
     assert rows(lines) == ["2", "4"]
     (left_out,) = (line for line in lines if line.startswith("Left out"))

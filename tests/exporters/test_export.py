@@ -60,7 +60,28 @@ class Tuned(Tied):
         return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
 
 
-BUILDERS = {"tied": Tied, "tuned": Tuned}
+class Head(nn.Module):
+    """A head whose bias has a name in it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(32, 64)
+        self.bias = self.decoder.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x)
+
+
+class Named(Tied):
+    """Whose head's bias has two names, the first of which belongs to no linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+        self.head.decoder.weight = self.embed.weight
+
+
+BUILDERS = {"tied": Tied, "tuned": Tuned, "named": Named}
 
 
 @functools.cache
@@ -149,6 +170,8 @@ CASES = {
     "biases": ("gpt", 2, {"tp": 2, "pins": GPT | NORMS}),
     "four ranks": ("gpt", 4, {"tp": 4, "pins": GPT}),
     "tied": ("tied", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
+    "two names": ("named", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
+    "two names, whole": ("named", 2, {"tp": 2, "pins": {"embed": "replicated", "up": "columns", "down": "rows"}}),
     "frozen": ("tuned", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
     "no boundary between": ("mlp", 2, {"tp": 2}),
     "whole between layers": ("gpt", 2, {"tp": 2, "pins": MEGATRON}),

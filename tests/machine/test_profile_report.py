@@ -89,6 +89,8 @@ def test_a_profile_that_is_mostly_noise_is_not_called_valid(tmp_path: Path, caps
     path.write_text(json.dumps(content))
     assert main(["profile", "check", str(path)]) == ProfileError.exit_code
     assert "100% of its points are noisy" in capsys.readouterr().err
+    assert main(["profile", "check", str(path), "--json"]) == ProfileError.exit_code
+    assert json.loads(capsys.readouterr().out)["invalid"].startswith("100% of its points are noisy")
 
 
 def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +120,7 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "name": "cpu-gloo",
         "fingerprint": profile.fingerprint,
         "warnings": list(warnings(profile)),
+        "invalid": "",
     }
 
 

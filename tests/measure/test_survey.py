@@ -14,6 +14,7 @@ from ranks import run_ranks
 from tpplan.commands import main
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.mesh import AXES, GroupShape, meshes
+from tpplan.machine import lint
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.measure import session
 from tpplan.measure.attention import AttentionShape
@@ -177,6 +178,17 @@ def test_the_command_writes_a_profile_that_loads(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr()
     assert "matmul float64, GFLOP/s: m by n = k" in shown.out
     assert shown.err.splitlines()[-1].startswith(f"wrote {out} after ")  # after progress, on a slow machine
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_says_that_what_it_measured_is_mostly_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where no share of noisy points is little enough."""
+    monkeypatch.setattr(lint, "MOST_NOISE", -1.0)
+    out = tmp_path / "mine.json"
+    assert main(["profile", "-o", str(out), "--budget", "0.1s", "--device", "cpu", "--dtypes", "float32"]) == 0
+    assert f"{out} is not valid: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("tiny")

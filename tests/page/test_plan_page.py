@@ -1,5 +1,6 @@
 """The page of a plan: its numbers are the plan's, it loads nothing, its HTML nests, and texts of a plan stay texts."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from tpplan.plan.report.details import collective_totals
 from tpplan.plan.report.words import gib
 from tpplan.plan.step_anatomy import Anatomy, Curve, Moment, Outcome, Segment, Stream, Timeline
 
+in_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
 VOID = {"meta", "link", "br"}
 HOSTILE = "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
 
@@ -263,20 +265,46 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == plan_page(make_plan(), title="plan.json")
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
-def test_chromium_opens_the_page_without_errors(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(plan_page(make_plan(), title="a plan", anatomy=ANATOMY), encoding="utf-8")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path}/c",
-    ]
+def dom_in_chromium(page: Path) -> str:
+    """The text of a page's DOM after its load in headless Chromium, which must have nothing to say of it."""
+    profile = f"--user-data-dir={page.parent}/c"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", profile]
     ran = subprocess.run(
         ["chromium", *options, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert "Where the time goes" in ran.stdout
     assert "CONSOLE" not in ran.stderr
+    return ran.stdout
+
+
+@in_chromium
+def test_chromium_opens_the_page_without_errors(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(plan_page(make_plan(), title="a plan", anatomy=ANATOMY), encoding="utf-8")
+    assert "Where the time goes" in dom_in_chromium(page)
+
+
+#: a page that shows another in frames as wide as phones and a desktop, and says how wide it comes out there
+FRAMES = """
+<!doctype html><title>frames</title><script>
+for (const width of [360, 390, 1280]) {
+  const frame = document.body.appendChild(document.createElement("iframe"));
+  frame.width = width; frame.height = 900; frame.style.border = 0;
+  frame.onload = () => {
+    const root = frame.contentDocument.documentElement;
+    frame.name = root.scrollWidth + " pixels in " + root.clientWidth;
+  };
+  frame.srcdoc = TEXT;
+}
+</script>
+"""
+
+
+@in_chromium
+def test_nothing_is_wider_than_a_phone(tmp_path: Path) -> None:
+    text, frames = plan_page(make_plan(), title="a plan", anatomy=ANATOMY), tmp_path / "frames.html"
+    quoted = json.dumps(text).replace("</", "<\\/")
+    frames.write_text(FRAMES.replace("<script>", "<body><script>").replace("TEXT", quoted), encoding="utf-8")
+    found = re.findall(r"(\d+) pixels in (\d+)", dom_in_chromium(frames))
+    assert len(found) == 3
+    assert [needed for needed, there in found] == [there for needed, there in found]

@@ -1,5 +1,7 @@
 """The report of hand-made plans: what it claims follows from the plan, fits its columns, and is plain text."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -183,6 +185,17 @@ def test_lines_fit_the_columns_and_are_plain_ascii(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert all(line == line.rstrip() for line in text.splitlines())
     assert text.endswith("\n")
+
+
+def test_rows_of_long_names_say_the_style_below() -> None:
+    long = "layers_of_a_model_whose_author_likes_names_that_say_it_all."
+    plan = Plan.from_dict(json.loads(make_plan().dumps().replace("layers.", long)))
+    lines = render(plan, width=80).splitlines()
+    table = lines[lines.index("Layers") + 1 : lines.index("Setting")]
+    assert any(re.fullmatch(r" +column parallel +S\(0\)", line) for line in table)
+    names = [line for line in table if "feed_forward" in line]
+    assert names
+    assert not any("parallel" in line for line in names)
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -133,6 +133,19 @@ def test_all_is_divided_where_all_can_be() -> None:
     assert not list(shares.listed(1.0))
 
 
+class Turned(Up):
+    """Up, whose hidden values are looked at the other way round: views, which run no kernel."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        turned = hidden.transpose(0, 1)
+        return (turned * 2 + F.relu(turned)).transpose(0, 1)
+
+
+def test_a_view_is_not_said_to_run_whole() -> None:
+    """Although its gradients are added, which takes time: of slices, too."""
+    assert "block" not in shares_of(solved(Turned(), pins={"block": "megatron"})).modules
+
+
 def test_what_is_faster_whole_says_by_how_much() -> None:
     plan = solved(Up(), intra_bytes_per_s=1e3, latency_s=1.0)
     assert shares_of(plan).flops_share < 1

@@ -472,5 +472,8 @@ def test_unproven_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
     rows = [line.split("  ") for line in stage_lines(plan) if line.startswith("  ")]
     named = [next(part.strip() for part in row[2:] if part.strip()) for row in rows[1:]]
     assert named == ["layers.0", "layers.1", "layers.2", "after layers.2"]
+    assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(page.count(f"{i}: {name}<") == 2 for i, name in enumerate(named))  # in the table and beside its bar
     held = [{name for name in stage.parameter_plans() if name.startswith("layers.")} for stage in plan.stages]
     assert all({name.split(".")[1] for name in names} == {str(i)} for i, names in enumerate(held))

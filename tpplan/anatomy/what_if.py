@@ -1,4 +1,4 @@
-"""The best plans for other numbers of GPUs, batches, lengths and memory limits, which the curves of a report draw.
+"""The best plans for other GPUs, batches, lengths, memory limits and bandwidths, which the curves of a report draw.
 
 Each point is solved anew, all but the one thing decided as for the plan, and not proven: a curve says what to ask for.
 """
@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, TpplanError, UsageError, VerificationError
+from tpplan.core.mesh import Mesh
 from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.plan import Plan
-from tpplan.plan.step_anatomy import GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
-from tpplan.search.comparisons.alternatives import Problem
+from tpplan.plan.step_anatomy import BANDWIDTH, GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
+from tpplan.search.comparisons.alternatives import Problem, with_links
+from tpplan.search.points.options import Cluster
 
 #: what a value is multiplied with
 FACTORS = (0.25, 0.5, 1, 2, 4)
@@ -50,7 +52,8 @@ def curves(
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
-    """Yields the changes of GPUs, batch, length and memory; what the problem fixes otherwise (by a pin) stays fixed."""
+    """Yields the changes of GPUs, batch, length, memory and links; what the problem fixes otherwise, as by a pin, stays
+    fixed."""
     batch, cluster, per_node = plan.batch, problem.cluster, problem.cluster.load_profile().gpus_per_node
 
     def with_gpus(value: float) -> dict[str, Any]:
@@ -92,6 +95,22 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
             options=lambda value: {"memory_limit_bytes": value},
             batch=lambda _: batch.global_batch,
         )
+    if cluster.gpus > 1:
+        yield _Change(
+            name=BANDWIDTH,
+            now=1,
+            values=FACTORS,
+            options=lambda value: {"cluster": _with_bandwidth(cluster, value)},
+            batch=lambda _: batch.global_batch,
+        )
+
+
+def _with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with links of `factor` times the profile's bandwidth, inside nodes and across."""
+    profile = cluster.load_profile()
+    for across_nodes in (False, True):
+        profile = with_links(profile, factor, across_nodes=across_nodes)
+    return replace(cluster, profile=profile)
 
 
 def _outcome(problem: Problem, change: _Change, value: float) -> Outcome:
@@ -103,4 +122,10 @@ def _outcome(problem: Problem, change: _Change, value: float) -> Outcome:
         return Outcome(value=value, problem=str(error).splitlines()[0])
     seconds = plan.predicted.step_time_s
     rate = change.batch(value) / seconds if seconds else None
-    return Outcome(value=value, step_time_s=seconds, samples_per_s=rate, mesh=str(plan.mesh))
+    return Outcome(value=value, step_time_s=seconds, samples_per_s=rate, mesh=_in_short(plan.mesh))
+
+
+def _in_short(mesh: Mesh) -> str:
+    """The axes with several ranks, as in `shard 8 x tp 2`."""
+    sizes = {"replicate": mesh.replicate, "shard": mesh.shard, "tp": mesh.tp}
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"

@@ -2,14 +2,24 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import STAGE_COLUMNS, add_machine, add_search, add_training, machine_of, problem_of
+from tpplan.commands.solve import (
+    STAGE_COLUMNS,
+    add_machine,
+    add_search,
+    add_training,
+    check_output,
+    machine_of,
+    problem_of,
+)
 from tpplan.commands.terminal.comparison import main_terms
-from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.files import write_atomically
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import as_data, gib
@@ -44,6 +54,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     add_training(parser.add_argument_group("training"))
     add_search(parser.add_argument_group("search"))
     parser.add_argument("--json", action="store_true", help="print all plans as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page with charts here")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(filter(None, args.names.split(","))))
     if unknown := [name for name in names if name not in _ALL.split(",")]:
         raise UsageError(f"--with {unknown[0]}: unknown; known: {_ALL.replace(',', ', ')}")
+    check_output(args.html)
     profile, model = machine_of(args), load_model_file(args.model)
     from tpplan.search.comparisons.expert_plans import expert_plan
 
@@ -66,7 +78,20 @@ def run(args: argparse.Namespace) -> int:
         write_json({"tpplan": as_data(best), **found})
     else:
         print_lines(lambda width: list(_lines(best, others, width)))
+    if args.html is not None:
+        write_atomically(args.html, _page(best, others))
+        wrote(args.html)
     return 0
+
+
+def _page(best: Plan, others: "Sequence[Alternative]") -> str:
+    """The page of the plans, with what each costs more."""
+    from tpplan.page.plans_page import Row, plans_page
+
+    rows = [Row(name="tpplan", plan=best, is_answer=True)]
+    rows += [Row(name=own.name, plan=own.plan, problem=own.problem.split(" (")[0]) for own in others]
+    sentences = [f"Against the best, {_costs(own.name, best, own.plan)}" for own in others if own.plan is not None]
+    return plans_page(rows, title="The best plan beside plans by hand", sentences=sentences)
 
 
 def _lines(best: Plan, others: "Sequence[Alternative]", width: int) -> Iterator[str]:

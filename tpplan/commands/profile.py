@@ -25,7 +25,7 @@ from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST
-from tpplan.machine.lint import MOST_NOISE, noisy_share, warnings
+from tpplan.machine.lint import warnings, why_invalid
 from tpplan.machine.profile import HardwareProfile, load_profile, shipped_profiles
 from tpplan.machine.report import DEFAULT_WIDTH, as_data, render, to_html
 from tpplan.plan.report import gib
@@ -90,18 +90,17 @@ def run_list(args: argparse.Namespace) -> int:
 def run_check(args: argparse.Namespace) -> int:
     """Loads the profile and prints its warnings. Raises ProfileError where it is not valid, or mostly noise."""
     profile = load_profile(args.profile)
-    found = warnings(profile)
+    found, problem = warnings(profile), why_invalid(profile)
     if args.json:
-        content = {"name": profile.name, "fingerprint": profile.fingerprint, "warnings": found}
+        content = {"name": profile.name, "fingerprint": profile.fingerprint, "warnings": found, "invalid": problem}
         write_json(content, sort_keys=False)
+    else:
+        for warning in found:
+            write(f"warning: {warning}\n")
+    if problem:
+        raise ProfileError(f"{args.profile}: {problem}")
+    if args.json:
         return 0
-    for warning in found:
-        write(f"warning: {warning}\n")
-    if (share := noisy_share(profile)) > MOST_NOISE:
-        raise ProfileError(
-            f"{args.profile}: {share:.0%} of its points are noisy, so plans by it are guesses: measure again on an "
-            "idle machine, or with a larger --budget"
-        )
     count = "no warnings" if not found else f"{len(found)} warning{'s' if len(found) > 1 else ''}"
     write(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})\n")
     return 0
@@ -146,6 +145,8 @@ def run_measure(args: argparse.Namespace) -> int:
     if partial is not None:
         partial.unlink(missing_ok=True)
     _print_profile(profile)
+    if problem := why_invalid(profile):
+        write(f"tpplan: {args.output} is not valid: {problem}\n", to_stderr=True)
     wrote(args.output, f" after {time.perf_counter() - start:.0f} s")
     return 0
 

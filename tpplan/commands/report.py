@@ -1,7 +1,10 @@
 """`tpplan report plan.json model.py -o report.html`: writes a plan as one HTML page that loads nothing.
 
+Several plans, without a model, are compared on one page: `tpplan report a.json b.json -o report.html`. So are the
+stages of a plan of stages.
+
 With the plan's model the page also draws the step, stream by stream, and its memory from start to end; --what-if solves
-for other numbers of GPUs, batches, lengths and memory limits, about 18 times, and draws what that gives.
+for other numbers of GPUs, batches, lengths, memory limits and bandwidths, some 24 times, and draws what that gives.
 """
 
 import argparse
@@ -16,9 +19,11 @@ from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.files import write_atomically
 from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.stages import stage_facts, stage_name
 from tpplan.plan.step_anatomy import Anatomy
-from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.model_spec import ModelSpec, is_model
 from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.models.trace_cache import Reuse
 
+_OF_STAGES = "Each row below is one stage, as it runs alone, without waiting for others."
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. The profile is the plan's, by name, unless
 --profile names another.
@@ -37,7 +43,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the verb."""
     parser = add_verb(subparsers, "report", "write a plan as an HTML page", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
-    parser.add_argument("model", metavar="model.py", nargs="?", help="the plan's model, as given to `tpplan solve`")
+    parser.add_argument("words", metavar="model.py|plan.json", nargs="*", help="the plan's model, or more plans")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="where to write the page")
     parser.add_argument("--what-if", action="store_true", help="draw curves of what would change the plan (it solves)")
     parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
@@ -46,20 +52,32 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 def run(args: argparse.Namespace) -> int:
     """Writes the page."""
     from tpplan.page.plan_page import plan_page
+    from tpplan.page.plans_page import Row, plans_page
 
     check_output(args.output)
-    if args.model is None and (args.what_if or args.profile):
+    models = [word for word in args.words if is_model(word)]
+    if len(models) > 1 or (models and len(args.words) > 1):
+        raise UsageError(f"report: expected one plan and its model, or plans alone, got {' '.join(args.words)}")
+    if not models and (args.what_if or args.profile):
         raise UsageError("report: --what-if and --profile need model.py, because they price the plan's model")
-    plan = Plan.load(args.plan)
-    anatomy = None if args.model is None else _anatomy(args, plan)
-    write_atomically(args.output, plan_page(plan, title=Path(args.plan).name, anatomy=anatomy))
+    title = Path(args.plan).name
+    if args.words and not models:
+        paths = [args.plan, *args.words]
+        text = plans_page([Row(name=path, plan=Plan.load(path)) for path in paths], title=f"{len(paths)} plans")
+    elif not models and isinstance(stages := load_plan(args.plan), PipelinePlan):
+        rows = [Row(name=stage_name(own), plan=own) for own in stages.stages]
+        text = plans_page(rows, title=title, sentences=[*map(": ".join, stage_facts(stages)), _OF_STAGES])
+    else:
+        plan = Plan.load(args.plan)
+        text = plan_page(plan, title=title, anatomy=_anatomy(args, plan, models[0]) if models else None)
+    write_atomically(args.output, text)
     wrote(args.output)
     return 0
 
 
-def _anatomy(args: argparse.Namespace, plan: Plan) -> Anatomy:
+def _anatomy(args: argparse.Namespace, plan: Plan, model_name: str) -> Anatomy:
     """The plan's step pulled apart, with curves where they are asked for."""
-    profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(args.model)
+    profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(model_name)
     from tpplan.anatomy.anatomy import anatomy
     from tpplan.anatomy.what_if import curves
     from tpplan.search.models.trace_cache import Reuse

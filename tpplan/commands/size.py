@@ -8,14 +8,24 @@ import argparse
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, gpu_count, num_bytes, training_options
-from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
+from tpplan.commands.solve import (
+    STAGE_COLUMNS,
+    add_training,
+    check_output,
+    count,
+    gpu_count,
+    num_bytes,
+    training_options,
+)
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.files import write_atomically
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import format_seconds
 from tpplan.machine.profile import load_profile
@@ -62,6 +72,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     search.add_argument("--ep", type=count, metavar="N", help="pin the number of ranks that divide experts")
     add_pins(search)
     parser.add_argument("--json", action="store_true", help="print the table and the plans as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page with charts here")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
             "size: expected --target-tokens-per-day, or --deadline with --tokens, or --max-gpus, or --gpus"
         )
     profiles = [load_profile(name) for name in args.profile]
+    check_output(args.html)
     pins = pins_of(args)
     model = load_model_file(args.model)
     from tpplan.search.comparisons.cluster_sizing import counts_up_to, size
@@ -110,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
         write_json(_as_data(rows, target, args.tokens))
     else:
         print_lines(lambda width: _lines(rows, target, args.tokens, width))
+    if args.html is not None:
+        write_atomically(args.html, _page(rows, target, args.tokens))
+        wrote(args.html)
     return 0 if _answers(rows, target) else InfeasibleError.exit_code
 
 
@@ -237,6 +252,23 @@ def _short(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.{0 if number / scale >= 100 else 1}f}{suffix}"
     return f"{number:.3g}"
+
+
+# HTML
+
+
+def _page(rows: Sequence["Sized"], target: float | None, tokens: float | None) -> str:
+    """The page of the plans, with the conclusion of each profile."""
+    from tpplan.page.plans_page import Row, plans_page
+
+    answers, sentences, shown = _answers(rows, target), [], []
+    for name, group in _groups(rows).items():
+        best = next((row for row in answers if row.profile.name == name), None)
+        sentences.append(f"{name}: {_answer(best, group, target, tokens)}")
+        for row in group:
+            label, problem = f"{row.cluster.gpus} x {name}", row.problem.split(" (")[0]
+            shown.append(Row(name=label, plan=row.plan, problem=problem, is_answer=row is best))
+    return plans_page(shown, title="How many GPUs", sentences=sentences)
 
 
 # JSON

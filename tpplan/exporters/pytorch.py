@@ -106,15 +106,21 @@ class _StyleFinder:
         self.columns = {name for name, module in self._owners() if self._is_column(name, module)}
         self._follow_dtensors()
         for name, module in self._owners():
-            self.layers[name] = self._style(name, module)
+            if not self._is_by_name_alone(name):
+                self.layers[name] = self._style(name, module)
         for (name, direction), crossings in self.laid.crossings.items():
             if direction is Direction.INPUT and name not in self.with_inputs:
                 self._enter(name, crossings)
             elif direction is Direction.OUTPUT and name not in self.with_outputs:
                 self._leave(name, crossings)
-        plans = self.laid.plan.parameter_plans()
-        ties = tuple((name, alias) for name, parameter in plans.items() for alias in parameter.aliases)
-        return Styles(entering=self.entering, layers=self.layers, leaving=self.leaving, ties=ties)
+        return Styles(entering=self.entering, layers=self.layers, leaving=self.leaving, ties=tuple(self._ties()))
+
+    def _ties(self) -> Iterator[tuple[str, str]]:
+        """Yields (name, other name) of parameters with several names; the first is one that a style lays out."""
+        for canonical, parameter in self.laid.plan.parameter_plans().items():
+            names = (canonical, *parameter.aliases)
+            first = next((name for name in names if name.rpartition(".")[0] in self.layers), canonical)
+            yield from ((first, name) for name in names if name != first)
 
     # Layers
 
@@ -132,6 +138,13 @@ class _StyleFinder:
                 owner, _, attribute = label.rpartition(".")
                 found[owner][attribute] = parameter
         return found
+
+    def _is_by_name_alone(self, name: str) -> bool:
+        """True where another module has the same parameters and reads them, and this one does not."""
+        return all(
+            parameter.aliases and parameter.reads and name not in parameter.reads
+            for parameter in self._owned[name].values()
+        )
 
     def _is_column(self, name: str, module: nn.Module) -> bool:
         weight = self._owned[name].get("weight")

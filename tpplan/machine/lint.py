@@ -87,6 +87,18 @@ def noisy_share(profile: HardwareProfile) -> float:
     return sum(len(own.noisy) for own in spreads) / (sum(len(own.relative) for own in spreads) or 1)
 
 
+def why_invalid(profile: HardwareProfile) -> str:
+    """Why no plan should be made by this profile: more of its points are noisy than MOST_NOISE; "" where that is not
+    so."""
+    share = noisy_share(profile)
+    if share <= MOST_NOISE:
+        return ""
+    return (
+        f"{share:.0%} of its points are noisy, so plans by it are guesses: measure again on an idle machine, or with a "
+        "larger --budget"
+    )
+
+
 def _noisy(profile: HardwareProfile) -> Iterator[str]:
     for path, part in _named(profile):
         match part:

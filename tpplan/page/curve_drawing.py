@@ -9,7 +9,7 @@ from tpplan.core.units import format_seconds
 from tpplan.page.step_drawing import WIDTH
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.words import format_count, gib
-from tpplan.plan.step_anatomy import MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
+from tpplan.plan.step_anatomy import BANDWIDTH, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
 
 HEIGHT = 1000
 _HEADROOM = 1.1
@@ -50,7 +50,7 @@ def curve_drawing(curve: Curve, plan: Plan) -> CurveDrawing:
     points = tuple(
         Point(
             value=_value(curve, outcome),
-            cells=_cells(outcome, rate, plan),
+            cells=_cells(outcome, rate),
             left=100.0 * (i + 0.5) / len(rates),
             height=100.0 * rate / top if rate is not None and top else None,
             is_now=outcome.value == curve.now,
@@ -70,13 +70,15 @@ def _rate(curve: Curve, outcome: Outcome, plan: Plan) -> float | None:
 
 
 def _value(curve: Curve, outcome: Outcome) -> str:
+    if curve.name == BANDWIDTH:
+        return f"x {outcome.value:g}"
     return gib(outcome.value) if curve.name == MEMORY_LIMIT else f"{outcome.value:g}"
 
 
-def _cells(outcome: Outcome, rate: float | None, plan: Plan) -> tuple[str, ...]:
+def _cells(outcome: Outcome, rate: float | None) -> tuple[str, ...]:
     if outcome.step_time_s is None or rate is None:
         return ()
-    return format_seconds(outcome.step_time_s), f"{format_count(rate)} {throughput_unit(plan)}", outcome.mesh or ""
+    return format_seconds(outcome.step_time_s), format_count(rate), outcome.mesh or ""
 
 
 def _path(points: tuple[Point, ...]) -> str:

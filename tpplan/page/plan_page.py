@@ -3,16 +3,13 @@
 Texts of a plan may be hostile: the template escapes every one, and control characters are escaped before.
 """
 
-from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.page.bars import bars
 from tpplan.page.curve_drawing import curve_drawing, throughput_unit
 from tpplan.page.memory_drawing import memory_drawing
 from tpplan.page.mesh_drawing import drawings
+from tpplan.page.render import rendered
 from tpplan.page.step_drawing import step_drawing
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import Plan
@@ -20,10 +17,8 @@ from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.answer import warnings
 from tpplan.plan.report.details import collective_totals, moment, provenance, setting
 from tpplan.plan.report.layer_table import layer_entries
-from tpplan.plan.report.words import format_count, gib, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
 from tpplan.plan.step_anatomy import Anatomy
-
-_FOLDER = Path(__file__).parent
 
 
 def plan_page(plan: Plan, *, title: str, anatomy: Anatomy | None = None) -> str:
@@ -33,15 +28,9 @@ def plan_page(plan: Plan, *, title: str, anatomy: Anatomy | None = None) -> str:
     """
     unproven, shown = why_unproven(plan), escaped_data(plan)
     predicted, taken_apart = shown.predicted, escaped_data(anatomy)
-    environment = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     held = {**predicted.memory_bytes, SLACK: predicted.slack_bytes}
-    return environment.get_template("plan_page.html.j2").render(
+    return rendered(
+        "plan_page.html.j2",
         title=escaped_data(title),
         plan=shown,
         is_proven=not unproven,
@@ -78,6 +67,12 @@ def _step_parts(plan: Plan, anatomy: Anatomy | None) -> dict[str, object]:
     }
 
 
+def _per_gpu(plan: Plan, rate: float) -> str:
+    """Throughput of one GPU, and its MFU where the plan says it."""
+    used = mfu(plan.predicted, plan.mesh.num_gpus)
+    return f"{format_count(rate / plan.mesh.num_gpus)} per GPU" + ("" if used is None else f", MFU {used:.0%}")
+
+
 def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """(name, value, what is to be known of it) of the numbers at the top of the page."""
     predicted, mesh = plan.predicted, plan.mesh
@@ -90,7 +85,7 @@ def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         (
             unit,
             format_count(rate) if rate is not None else "unknown",
-            f"{format_count(rate / mesh.num_gpus)} per GPU" if rate is not None else "the predicted step is 0 s",
+            _per_gpu(plan, rate) if rate is not None else "the predicted step is 0 s",
         ),
         (
             "memory per GPU",

@@ -4,7 +4,7 @@ A lane is 1000 wide and 10 high; times become places on it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from tpplan.core.name_patterns import ROOT, holders
@@ -86,16 +86,22 @@ class StepDrawing:
 def step_drawing(timeline: Timeline, plan: Plan) -> StepDrawing:
     """The drawing of the timeline of a plan's step."""
     parts = {segment.part or HIDDEN for segment in timeline.segments if segment.seconds}
-    known = [part for part in COLOURS if part in parts]
     whole = "The last micro-batch, and the end of the step" if timeline.earlier else "The step"
     return StepDrawing(
         sentences=tuple(_sentences(timeline)),
-        legend=tuple((_colour(part), part) for part in (*known, *sorted(parts - {*known}))),
+        legend=legend(parts),
         windows=(_whole(timeline, whole), *_layer(timeline, plan)),
     )
 
 
-def _colour(part: str) -> str:
+def legend(parts: Set[str]) -> tuple[tuple[str, str], ...]:
+    """(colour, part) of each part, in the order of COLOURS; those it lacks follow by name."""
+    known = [part for part in COLOURS if part in parts]
+    return tuple((colour_of(part), part) for part in (*known, *sorted(parts - {*known})))
+
+
+def colour_of(part: str) -> str:
+    """The name of a part's colour."""
     return COLOURS.get(part, "grey")
 
 
@@ -200,7 +206,7 @@ def _lanes(
 
     def shape(own: list[Segment]) -> Shape:
         path = "".join(_rectangle(s, start_s, end_s, scale) for s in own)
-        return Shape(colour=_colour(own[0].part or HIDDEN), path=path, title=_title(own, is_merged=is_merged))
+        return Shape(colour=colour_of(own[0].part or HIDDEN), path=path, title=_title(own, is_merged=is_merged))
 
     return Lanes(
         title=title,

@@ -11,6 +11,8 @@ from tpplan.plan.plan import Pass
 
 # Names of what curves change
 GPUS, GLOBAL_BATCH, SEQUENCE_LENGTH, MEMORY_LIMIT = "GPUs", "global batch", "sequence length", "memory limit"
+#: of all links, as a multiple of the profile's
+BANDWIDTH = "bandwidth of links"
 
 
 class Stream(StrEnum):

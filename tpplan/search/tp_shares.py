@@ -28,11 +28,12 @@ class OpWork:
 
 def op_work(call: Call, strategy: Strategy, tp: int, executor: Executor) -> OpWork:
     """The work of an op under a strategy. It is divided where a rank runs 1/tp of the whole's FLOP; an op without FLOP
-    where a rank's kernels are not the whole's."""
+    where a rank's kernels are not the whole's, or the whole has none, as a view: nothing is there to divide."""
     own, whole = executor.execute(call, strategy, tp), executor.execute(call, whole_strategy(call), tp)
     flop, local = flop_of((*whole.forward, *whole.backward)), flop_of((*own.forward, *own.backward))
     if not flop:
-        return OpWork(0.0, (own.forward, own.backward) != (whole.forward, whole.backward))
+        kernels = whole.forward, whole.backward
+        return OpWork(0.0, not any(kernels) or (own.forward, own.backward) != kernels)
     return OpWork(flop, local * tp <= flop * (1 + SAME))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,28 +20,45 @@ LINE_EVERY_S = 5.0
 
 
 class _Lines:
-    """Progress in lines, for a log: stage, how much of it is done, and the seconds since the start."""
+    """Progress in lines, for a log: stage, how much of it is done, and the seconds since the start. A thread writes one
+    every LINE_EVERY_S from the first report on, also where a stage reports nothing for long."""
 
-    def __init__(self, start: float) -> None:
-        self.start = self.last = start
+    def __init__(self) -> None:
+        self._start, self._is_over = time.monotonic(), threading.Event()
+        self._now: tuple[str, int, int] | None = None
+        self._thread = threading.Thread(target=self._write, name="progress", daemon=True)
+        self._thread.start()
 
     def advance(self, stage: str, done: int, total: int) -> None:
-        """Writes a line where the last was long enough ago."""
-        now = time.monotonic()
-        if now - self.last >= LINE_EVERY_S:
-            self.last = now
-            write(f"tpplan: {stage} {done} of {total}, {now - self.start:.0f} s\n", to_stderr=True)
+        """Notes what the next line says."""
+        self._now = (stage, done, total)
+
+    def end(self) -> None:
+        """Ends the lines."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        while not self._is_over.wait(LINE_EVERY_S):
+            if self._now is not None:
+                stage, done, total = self._now
+                seconds = time.monotonic() - self._start
+                write(f"tpplan: {stage} {done} of {total}, {seconds:.0f} s\n", to_stderr=True)
 
 
 @contextlib.contextmanager
 def bars(width: int, *, is_shown: bool = True, stays: bool = False) -> Iterator[Report]:
     """Yields a function that shows a bar for each stage, with `width` columns for its name; without a terminal it
-    writes a line where LINE_EVERY_S have passed since the last. Bars are erased at the end unless `stays`."""
+    writes a line every LINE_EVERY_S. Bars are erased at the end unless `stays`."""
     if not is_shown:
         yield lambda stage, done, total: None
         return
     if not sys.stderr.isatty():
-        yield _Lines(time.monotonic()).advance
+        lines = _Lines()
+        try:
+            yield lines.advance
+        finally:
+            lines.end()
         return
     columns = (TextColumn(f"{{task.description:{width}}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=not stays) as shown:

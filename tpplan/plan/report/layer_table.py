@@ -103,7 +103,7 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     dtypes = _dtypes(rows)
     entries = list(_entries(plan, rows, dtypes))
     table, is_short = _side_by_side(entries, width)
-    yield from table or _nested(_folded(entries))
+    yield from table or _nested(_folded(entries), width)
     if is_short:
         yield Text(
             "; ".join(f"{short} {long}" for long, short in _SHORT_STEPS.items() if short.isupper()) + ".", style="dim"
@@ -121,7 +121,7 @@ def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str
     """The table of the modules whose names or patterns `shows` accepts, with a header; empty where there are none."""
     rows = [row for row in module_rows(plan) if shows(row.key)]
     entries = list(_entries(plan, rows, _dtypes(rows)))
-    return [line.plain for line in _side_by_side(entries, width)[0] or _nested(entries)] if rows else []
+    return [line.plain for line in _side_by_side(entries, width)[0] or _nested(entries, width)] if rows else []
 
 
 def layer_entries(plan: Plan) -> tuple["LayerEntry", ...]:
@@ -257,18 +257,23 @@ def _lines(entry: LayerEntry) -> Iterator[tuple[str, ...]]:
         yield (*(module or ("", "")), weight or "", *(conversion or ("", "")))
 
 
-def _nested(entries: list[LayerEntry]) -> Iterator[Text]:
-    """One line for each module, its conversions on lines below."""
+def _nested(entries: list[LayerEntry], width: int) -> Iterator[Text]:
+    """One line for each module, its conversions on lines below; so are its style and weights where lines would exceed
+    `width` columns."""
     modules = [_TITLES[:3], *((entry.label, entry.style, ", ".join(entry.weights)) for entry in entries)]
     every = [conversion for entry in entries for conversion in entry.conversions]
     crossings = iter(_aligned([_TITLES[3:], *every], 2))
-    lines = iter(_aligned(modules, 2))
-    yield Text(next(lines), style="dim")
-    yield Text(f"    {next(crossings)}", style="dim")
-    for entry, line in zip(entries, lines, strict=True):
-        yield Text(line)
-        indent = " " * (len(entry.label) - len(entry.label.lstrip()) + 4)
-        yield from (Text(indent + next(crossings)) for _ in entry.conversions)
+    table = _aligned(modules, 2)
+    is_wide = max(map(len, table)) > width
+    below = iter(_aligned([own[1:] for own in modules], 2))
+    lines = iter([own[0] for own in modules] if is_wide else table)
+    for entry, line in zip([None, *entries], lines, strict=True):
+        style, label = "" if entry else "dim", entry.label if entry else ""
+        indent, kind = " " * (len(label) - len(label.lstrip()) + 4), next(below)
+        yield Text(line, style=style)
+        if is_wide and kind:
+            yield Text(indent + kind, style=style)
+        yield from (Text(indent + next(crossings), style=style) for _ in (entry.conversions if entry else every[:1]))
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], gap: int) -> list[str]:

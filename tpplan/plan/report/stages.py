@@ -11,12 +11,29 @@ from tpplan.plan.report.words import format_count, gib, samples, tokens
 
 def stage_lines(plan: PipelinePlan) -> list[str]:
     """The report, a line each; rows of the table are indented."""
+    facts = stage_facts(plan)
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {text}" for name, text in facts]
+    rows = [("stage", "layers", "step", "memory", "recomputed", "kept", "sends"), *map(_row, plan.stages)]
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
+    return [*lines, "", "`tpplan show plan.json --stage 0` prints the layouts of a stage."]
+
+
+def stage_name(plan: Plan) -> str:
+    """A stage by its number and layers, as in `0: layers 0-15`."""
+    number, layers, *_ = _row(plan)
+    return f"{number}: {layers}"
+
+
+def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
+    """(name, text) of what is to be known of all stages together."""
     first, predicted = plan.stages[0], plan.predicted
     speed = tokens(first) / predicted.step_time_s
     limit = max(own.predicted.memory_limit_bytes for own in plan.stages)
     held = max(map(_held, plan.stages))
     unproven = next(filter(None, map(why_unproven, plan.stages)), "")
-    facts = [
+    return [
         ("stages", f"{_counted(plan)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
         (
             "step",
@@ -34,12 +51,6 @@ def stage_lines(plan: PipelinePlan) -> list[str]:
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
         *(("not searched", line) for line in plan.solver.unsearched or ()),
     ]
-    width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {text}" for name, text in facts]
-    rows = [("stage", "layers", "step", "memory", "recomputed", "kept", "sends"), *map(_row, plan.stages)]
-    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
-    return [*lines, "", "`tpplan show plan.json --stage 0` prints the layouts of a stage."]
 
 
 def _counted(plan: PipelinePlan) -> str:

@@ -119,10 +119,10 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
     ]
     nodes = -(-cluster.gpus // cluster.gpus_per_node)
     if min(cluster.gpus, cluster.gpus_per_node) > 1:
-        faster = replace(cluster, profile=_with_links(profile, across_nodes=False))
+        faster = replace(cluster, profile=with_links(profile, FASTER, across_nodes=False))
         changes.append(("links inside a node 10 % faster", {"cluster": faster}))
     if nodes > 1:
-        faster = replace(cluster, profile=_with_links(profile, across_nodes=True))
+        faster = replace(cluster, profile=with_links(profile, FASTER, across_nodes=True))
         changes.append(("links across nodes 10 % faster", {"cluster": faster}))
         more = replace(cluster, gpus=cluster.gpus + cluster.gpus_per_node)
         changes.append((f"one more node ({more.gpus} GPUs)", {"cluster": more}))
@@ -149,14 +149,15 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
         yield Alternative(name=name, plan=own, problem=why if own is None else "")
 
 
-def _with_links(profile: HardwareProfile, *, across_nodes: bool) -> HardwareProfile:
-    """The profile with faster links inside or across nodes: T' = L + (T - L) / FASTER with the latency L."""
+def with_links(profile: HardwareProfile, factor: float, *, across_nodes: bool) -> HardwareProfile:
+    """The profile with links of `factor` times the bandwidth inside or across nodes: T' = L + (T - L) / factor, with
+    the latency L."""
 
-    def faster(seconds: float, latency: float) -> float:
-        return latency + (seconds - latency) / FASTER
+    def scaled(seconds: float, latency: float) -> float:
+        return latency + (seconds - latency) / factor
 
     tables = tuple(
-        replace(table, time_s=tuple(faster(t, min(table.latency_s, t)) for t in table.time_s))
+        replace(table, time_s=tuple(scaled(t, min(table.latency_s, t)) for t in table.time_s))
         if (table.group.nodes > 1) == across_nodes
         else table
         for table in profile.collectives
