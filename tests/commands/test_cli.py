@@ -183,6 +183,15 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
     assert said.count("\n") >= 2
 
 
+def test_diff_names_the_settings_and_modules_that_differ(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    first, text = write("a.json", make_plan().dumps()), make_plan().dumps().replace('"adamw"', '"sgd"')
+    assert main(["diff", str(first), str(write("b.json", text))]) == 0
+    shown = capsys.readouterr().out
+    assert "- adamw" in shown
+    assert "+ sgd" in shown
+    assert "Modules: the same" in shown
+
+
 def test_show_json_is_the_plan_and_tokens_per_second(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan()
     path = write("plan.json", plan.dumps())
