@@ -257,6 +257,11 @@ def transferred(plan: Plan, numbers: Correspondence, tp: int) -> Plan:
             for module, sizes in plan.size_plans().items()
         },
         losses={module or ROOT: numbers.in_twin(module, count) for module, count in plan.sharded_losses().items()},
+        bags={
+            module or ROOT: tuple(numbers.in_twin(module, count) for count in counts)
+            for module, counts in plan.row_bags().items()
+        }
+        or None,
     )
 
 
@@ -299,6 +304,8 @@ def _resized(parameter: ParameterPlan, shape: tuple[int, ...], numbers: Correspo
 
 def _with_parts_of(layout: Layout, module: str, numbers: Correspondence, size: int = 0) -> Layout:
     """The layout with the twin's parts of a dim that has this size in the twin. Equal parts stay equal."""
+    if layout.each is not None:
+        return replace(layout, each=numbers.in_twin(module, layout.each))
     if layout.dim is None or not layout.parts:
         return layout
     try:
