@@ -96,7 +96,7 @@ class _Reasons:
 
     @property
     def _one_left(self) -> str:
-        """What would help where code takes another path for one."""
+        """Says that a rank would have one head, and that a smaller tp leaves it more."""
         return (
             f"; a rank would have 1 of {self.space.tp}, for which code may take another path: a smaller tp leaves more"
         )
