@@ -4,6 +4,7 @@ Inputs, buffers and the loss are whole, and so are outputs that the user can rea
 value crosses several boundaries one after the other, one of them may convert.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -254,7 +255,10 @@ def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
     """Names of the boundaries that may convert: one of each run of crossings, the last entry or else the first exit.
 
-    The output of an embedding module is never merged with the next crossing: rows of other ranks are masked there.
+    A module called several times converts in all its calls or in none. Where that binds the chosen crossing of a run to
+    those of others, the run converts at one of its own, too: the last entry of a module that is called once, or else
+    the first exit of one. The output of an embedding module is never merged with the next crossing: rows of other ranks
+    are masked there.
     """
     outputs = {value for _, value in graph.outputs}
     chains: list[list[Boundary]] = []
@@ -273,13 +277,21 @@ def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
         chain.append(boundary)
         chain_of[boundary.name] = chain
 
-    def chosen(chain: list[Boundary]) -> Boundary:
-        entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
-        return entries[-1] if entries else chain[0]
-
-    places = {place for boundary in map(chosen, chains) for place in boundary.places}
-    # A module called several times converts in all its calls or in none.
+    num_calls = Counter(place for boundary in graph.boundaries for place in boundary.places)
+    places = set[tuple[str, Direction, str]]()
+    for chain in chains:
+        chosen = _converting(chain)
+        places.update(chosen.places)
+        if any(num_calls[place] > 1 for place in chosen.places):
+            own = [boundary for boundary in chain if all(num_calls[place] == 1 for place in boundary.places)]
+            places.update(_converting(own).places if own else ())
     return frozenset(boundary.name for boundary in graph.boundaries if not places.isdisjoint(boundary.places))
+
+
+def _converting(chain: list[Boundary]) -> Boundary:
+    """The boundary of a run of crossings that may convert."""
+    entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
+    return entries[-1] if entries else chain[0]
 
 
 def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:

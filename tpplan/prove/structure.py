@@ -67,6 +67,14 @@ class Original:
         """The nodes of the model's graph by name."""
         return {node.name: node for node in self.assignment.graph.nodes}
 
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.nodes_by_name)}
+
+    def place_of(self, problem: Counterexample) -> int:
+        """How far the applied model ran as it must: the place of the node that differs, among all; -1 if none does."""
+        return -1 if problem.node is None else self._places[problem.node.name]
+
     def without(self, fewer: FewerLayers) -> "Original":
         """The model without some layers."""
         graph = fewer.graph(self.assignment.graph)
@@ -128,15 +136,17 @@ def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -
 
 
 def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
-    """The plan with the sizes that some ranks must replace, or the first difference, of a model of which all layers are
-    compared, or fewer."""
+    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer. Where
+    no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended."""
     assignment, model, written = original.assignment, original.model, plan.size_plans()
     for rank in ranks:
+        differences: list[Counterexample] = []
         while found := compared.difference(rank, plan):
             if found.node is not None:
                 found = replace(found, node=original.nodes_by_name[found.node.name])
             if found.culprit is not None:
                 return found
+            differences.append(found)
             more = _with_sizes_of(assignment, model, found, written)
             if more == written and not found.strange:
                 more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
@@ -145,7 +155,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written:
                 more = with_attributes_of(assignment, model, found, written)
             if more == written:
-                return found
+                return max(differences, key=original.place_of)
             written = more
             named = {module or ROOT: sizes for module, sizes in written.items()}
             plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
