@@ -262,6 +262,30 @@ def test_code_that_cannot_run_on_slices_is_blamed_where_a_rank_comes_furthest() 
     assert ["aten.slice.Tensor in 1.attention: the number 14 became 7" in cut for cut in plan.proof.cuts] == [True]
 
 
+class Masked(nn.Module):
+    """torch's attention with padded keys, whose mask torch gives a dim by unsqueeze where there is one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        return self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+def test_views_that_give_the_same_are_the_same() -> None:
+    """With one head on a rank, and a batch of one, code takes another path to the same view."""
+    build = around(Masked)
+    plan = by_heads(build, HEADS, pins={"1.attention": "megatron"})
+    read = {name: layout for name, p in plan.parameters.items() for layout in p.reads.values()}
+    assert read["1.attention.in_proj_weight"] == PACKED
+    trained, evaluated, expected = losses_and_gradients(build, None, 1)
+    for found in run_ranks(HEADS, losses_and_gradients, build, plan, 1):
+        assert found[:2] == pytest.approx((trained, evaluated), rel=1e-5)
+        assert max(relative_errors(found[2], expected).values()) < 1e-4
+
+
 class Rows(nn.Module):
     """A module without weights that reads its input as rows."""
 

@@ -136,8 +136,10 @@ def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -
 
 
 def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
-    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer. Where
-    no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended."""
+    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer.
+
+    Where no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended.
+    """
     assignment, model, written = original.assignment, original.model, plan.size_plans()
     for rank in ranks:
         differences: list[Counterexample] = []
