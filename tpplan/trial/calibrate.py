@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from tpplan.core.errors import PlanMismatchError
 from tpplan.costs.prediction.step_time import step_time
-from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
@@ -125,9 +123,7 @@ def _prediction(
     """A function of the profile: predicted seconds of a step of the run's plan."""
     plan = run.plan
     subject = Subject.of_plan(plan, spec.build_model, spec.example_inputs, spec.loss, profile=profile)
-    assignment = TraceCache(subject, reuse).traced(plan.batch.micro_batch).assignment_of(plan)
-    if isinstance(assignment, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    assignment = TraceCache(subject, reuse).traced(plan.batch.micro_batch).fitting(plan)
     per_node, known = plan.cluster.gpus_per_node, dict[tuple[float, float], float]()
 
     def predicted(changed: HardwareProfile) -> float:
