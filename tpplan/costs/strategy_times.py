@@ -202,7 +202,7 @@ class Pricing:
     additions: Mapping[str, tuple[float, ...]]
     #: times of conversions, by all that they depend on
     conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
-    #: likewise, of all strategies of a boundary or reading
+    #: times of all strategies of a boundary or reading, by all that they depend on
     converting: dict[Hashable, tuple[StrategyTime, ...]] = field(default_factory=dict)
 
 

@@ -30,7 +30,12 @@ _PASSED = frozenset({FRAME, *IGNORED})
 
 def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
     """The first difference of two whole graphs; None where nodes and values are the same up to conversions."""
-    assignment, graph = local.assignment, local.assignment.graph
+    return _difference_of_inputs(local.assignment, applied) or _difference_of_nodes(local, applied)
+
+
+def _difference_of_inputs(assignment: Assignment, applied: ModelGraph) -> Counterexample | None:
+    """The first difference of two graphs in their inputs, parameters and buffers, or in the values read of inputs."""
+    graph = assignment.graph
     for source, other in zip_longest(graph.sources, applied.sources):
         if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
             readers = graph.consumers.get(source.result, ()) if source is not None else ()
@@ -41,6 +46,12 @@ def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
         if question != other_question:
             asked, told = (_asked(own) for own in (question, other_question))
             return blame(assignment, None, f"the applied model {told} where the model {asked}")
+    return None
+
+
+def _difference_of_nodes(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
+    """The first difference of two graphs with the same sources: of an op, a value that an op reads, or a conversion."""
+    assignment, graph = local.assignment, local.assignment.graph
     entries = {b.name for b, _ in assignment.conversions() if b.direction is Direction.INPUT}
     unconverted: set[str] = set()
     converted = Converted(applied)

@@ -122,9 +122,9 @@ def _parts(leaf: Any, example: Any, count: int) -> Sequence[Any]:
     return leaf.chunk(count, dims[0])
 
 
-def perturb(model: nn.Module, seed: int = 0) -> None:
-    """Adds normal noise to every floating parameter, in place, equal for equal seeds."""
-    generator = torch.Generator().manual_seed(seed)
+def perturb(model: nn.Module) -> None:
+    """Adds normal noise to every floating parameter, in place, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -40,7 +40,7 @@ _DEFAULTS = inspect.signature(solve).parameters
 FASTER = 1.1
 #: errors that say that a problem has no plan
 NO_PLAN = (InfeasibleError, NoLayoutError, VerificationError)
-#: likewise of a problem whose options were changed, and may leave no mesh
+#: errors that say that a problem has no plan once its options are changed, which may leave no mesh
 NO_CHANGED_PLAN = (*NO_PLAN, UsageError)
 
 
