@@ -17,6 +17,7 @@ import torch
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import Argument, ModelGraph, Op, Ref
 from tpplan.core.layout import R, local_shape
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.repeated_blocks import like_ops, unlike_ops
 from tpplan.costs.runs.execution import Execution, Gradient, local_bytes
 from tpplan.costs.runs.gpu_kernels import callable_of, operator_of
@@ -58,14 +59,15 @@ class Executor:
             self._memo[key] = (about, make())
         return cast(T, self._memo[key][1])
 
-    def observe(self, calls: Mapping[str, OpaqueTrace]) -> None:
-        """Stores the executions of opaque modules' calls, by key, as observed. Warns about guesses among them."""
+    def observe(self, calls: Mapping[str, OpaqueTrace], modules: Mapping[str, str]) -> None:
+        """Stores the executions of opaque modules' calls, by key, as observed; `modules` names the module of each call.
+        Warns about guesses among them."""
         for key, observed in calls.items():
             if key in self._observed:
                 continue
             self._observed[key] = seen = _execution_of(observed)
             for guess in seen.guesses:
-                warnings.warn(f"in a module that runs whole: {guess}", stacklevel=2)
+                warnings.warn(f"module {modules.get(key) or ROOT}, which runs whole: {guess}", stacklevel=2)
 
     def whole(self, graph: ModelGraph, op: Op) -> Execution:
         """Returns the execution of an op where nothing is sharded, found once for the ops at one place of like blocks.

@@ -25,6 +25,7 @@ from tpplan.costs.strategy_times import Rates
 from tpplan.experts.degree_graph import of_degree
 from tpplan.experts.expert_share import whole_shape, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.rules import OPAQUE
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.model_fingerprint import check_parameters
@@ -185,7 +186,7 @@ class TraceCache:
             with self.subject.planning():
                 found = self.reuse.traces[key] = self._trace(micro_batch)
             any(share_outline(smaller[size].graph, found.graph) for size in sorted(smaller))
-            self.reuse.executor.observe(found.opaques.by_key())
+            self._observe(found)
         return self.reuse.traces[key]
 
     def _smaller(self, micro_batch: int) -> dict[int, Traced]:
@@ -312,8 +313,13 @@ class TraceCache:
         with self.subject.planning():
             found = self._trace(micro_batch, like=base.graph)
         any(share_outline(relative.traced(micro_batch).graph, found.graph) for relative in self.relatives)
-        self.reuse.executor.observe(found.opaques.by_key())
+        self._observe(found)
         return found
+
+    def _observe(self, traced: Traced) -> None:
+        """Keeps what the modules that run whole were seen to run."""
+        modules = {str(op.args[2]): op.module for op in reversed(traced.graph.ops) if op.target == OPAQUE}
+        self.reuse.executor.observe(traced.opaques.by_key(), modules)
 
     @property
     def _degree(self) -> int:
