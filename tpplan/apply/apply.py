@@ -52,6 +52,7 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.rank_stages import joined, stage_copies
+from tpplan.torch_internals.groups import group_of_all_axes
 from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
@@ -128,7 +129,7 @@ def _in_stages(
         error = found
     check_everywhere(error)
     mesh = everywhere[_AXES]
-    group = mesh._flatten().get_group() if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
         _applied(part, plan, mesh, own, compile=compile, check=check, group=group)

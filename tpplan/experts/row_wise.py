@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.core.errors import TpplanError
+from tpplan.core.errors import TpplanError, first_line
 from tpplan.core.graph import ModelGraph
 from tpplan.experts.expert_share import SHARE, counted
 from tpplan.plan.plan import ExpertCall
@@ -71,8 +71,7 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     except TpplanError:
         raise
     except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"its code fails on fewer experts or rows: {why}"
+        return f"its code fails on fewer experts or rows: {first_line(error)}"
 
 
 @contextlib.contextmanager

@@ -17,9 +17,6 @@ NO_BACKWARD = -1
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
-#: called in place of Function.apply, with the Function's class, torch's own apply bound to it, and the arguments
-Apply = Callable[..., Any]
-
 
 def running_backward() -> int:
     """The number of the backward that runs in this thread, unique to it; NO_BACKWARD where none runs."""
@@ -47,7 +44,7 @@ def below_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def functions_run_by(run: Apply) -> Iterator[None]:
+def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
     """Makes cls.apply(...) of every autograd Function call run(cls, apply, ...), `apply` being torch's own for cls.
 
     Function.apply is a Python method up to torch 2.13, and a C method from 2.14 on.
@@ -126,7 +123,7 @@ def _functions() -> bool:
     x = torch.ones(1, requires_grad=True)
     seen: list[type] = []
 
-    def run(cls: type, apply: Apply, *args: Any) -> Any:
+    def run(cls: type, apply: Callable[..., Any], *args: Any) -> Any:
         seen.append(cls)
         return apply(*args)
 

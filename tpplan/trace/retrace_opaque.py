@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import Boundary, ModelGraph, Op, within
 from tpplan.layouts.rules import OPAQUE
 from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
@@ -49,7 +49,8 @@ def trace_marking(
     """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
 
     build: gives a copy of the model without its hooks; each trace needs its own, as a forward may leave tensors behind.
-    untouched: why parameters must stay as they are; the whole model is one operator then. So it is as the last resort.
+    untouched: why parameters must stay as they are, so that the whole model is one operator; "" where they need not.
+        The whole model is one operator also where nothing less goes through.
     whole: (module, reason) to mark from the start; of a module that is marked already, the one around it.
     notes_calls: whether what modules call goes into the graph's `calls`.
     like: as `trace` takes it.
@@ -69,7 +70,7 @@ def trace_marking(
         if isinstance(error.__cause__, MixedDtypesError):
             raise  # fake tensors would let it pass
         try:
-            return traced(_first_line(error))
+            return traced(first_line(error))
         except ModelError:
             raise error from error.__cause__  # the first error says more than that of the last resort
 
@@ -106,7 +107,7 @@ def _trace_marking(
         except CapturedError:
             raise
         except (UnreadableError, ReplacedError) as error:
-            marks.add(error.module, _first_line(error), error)
+            marks.add(error.module, first_line(error), error)
         else:
             outside = next(_read_outside(graph, marks), None)
             if outside is None:
@@ -170,7 +171,7 @@ class _Marks:
         reason, error = self.opaques.reasons[name], self.errors[name]
         logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
         if not name:
-            again = "that fails in the same way" if _first_line(error.__cause__ or error) in why else why
+            again = "that fails in the same way" if first_line(error.__cause__ or error) in why else why
             raise ModelError(
                 f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {again}"
             ) from (error.__cause__ or error)
@@ -215,7 +216,7 @@ def _mark_failed(marks: _Marks, build: Callable[[], nn.Module], error: TraceErro
         raise failure from cause
     else:
         at = f", at {error.line}" if error.line else ""
-        marks.add(error.module, _first_line(cause) + at, error)
+        marks.add(error.module, first_line(cause or error) + at, error)
 
 
 def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
@@ -259,8 +260,3 @@ def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]
 
 def _is_call_of(node: Op | Boundary, module: str) -> bool:
     return isinstance(node, Op) and node.target == OPAQUE and node.module == module
-
-
-def _first_line(error: BaseException | None) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
