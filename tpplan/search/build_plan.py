@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypedDict
 
 import torch
@@ -12,6 +11,7 @@ from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
+from tpplan.core.versions import tpplan_version
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.costs.prediction.step_time import Priced
 from tpplan.experts.expert_share import Division
@@ -79,7 +79,7 @@ def plan_of(
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
     return Plan(
         schema_version=SCHEMA_VERSION,
-        tpplan_version=_version(),
+        tpplan_version=tpplan_version(),
         torch_version=torch.__version__.partition("+")[0],
         cluster=ClusterPlan(
             gpus=request.cluster.gpus,
@@ -264,10 +264,3 @@ def input_shapes(inputs: Any) -> dict[str, str]:
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     }
-
-
-def _version() -> str:
-    try:
-        return version("tpplan")
-    except PackageNotFoundError:
-        return "0+checkout"

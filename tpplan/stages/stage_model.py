@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.sections.modes import Precision
-from tpplan.plan.sections.ranks import StagePlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
@@ -89,11 +89,10 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
     return model
 
 
-def received_on_meta(stage: StagePlan) -> tuple[Tensor, ...]:
-    """The tensors that a stage receives, without memory; a gradient is computed for each."""
+def without_values(planned: Iterable[TensorPlan]) -> tuple[Tensor, ...]:
+    """Tensors on the meta device for those planned between stages; a gradient is computed for each."""
     return tuple(
-        torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True)
-        for one in stage.receives
+        torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True) for one in planned
     )
 
 

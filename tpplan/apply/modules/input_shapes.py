@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.apply.modules.local_sizes import dim_of
-from tpplan.core.errors import PlanMismatchError
+from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.trace.forward_arguments import named_tensors, positional_names
@@ -30,6 +30,14 @@ class OnMismatch(Enum):
     RAISE = True
     WARN = "warn"
     NOTHING = False
+
+    @classmethod
+    def of(cls, check: object) -> "OnMismatch":
+        """The reaction that apply_plan's argument `check` says. Raises UsageError for any other value."""
+        try:
+            return cls(check)
+        except ValueError:
+            raise UsageError(f"apply_plan: expected check=True, False or 'warn', got {check!r:.80}") from None
 
 
 def check_shapes(model: nn.Module, plan: Plan, check: OnMismatch) -> None:

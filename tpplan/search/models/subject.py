@@ -16,7 +16,7 @@ from tpplan.experts.expert_share import Division
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.search.models.model_spec import takes_batch_alone
-from tpplan.stages.stage_model import received_on_meta
+from tpplan.stages.stage_model import without_values
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
@@ -94,7 +94,7 @@ class Subject:
             raise ModelError("a model in stages takes its inputs by name: let example_inputs give a dict")
         if (micro_batch, seq_len) != (self.stage.micro_batch, self.seq_len):
             raise ModelError("a stage receives tensors of the planned shapes alone")
-        return {**own, RECEIVED: received_on_meta(self.stage)}
+        return {**own, RECEIVED: without_values(self.stage.receives)}
 
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs, in the dtype of compute."""
