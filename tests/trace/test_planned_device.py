@@ -243,7 +243,7 @@ def test_outside_of_a_trace_nothing_is_told() -> None:
 
 def test_a_device_is_read_as_it_is_written() -> None:
     for text in ("cpu", "cuda", "cuda 9.0"):
-        assert str(PlannedDevice.parse(text)) == text
-    with pytest.raises(PlanError, match="expected a device"):
-        PlannedDevice.parse("cuda 9")
+        assert str(PlannedDevice.parse(text, plan_path="proof.device")) == text
+    with pytest.raises(PlanError, match=r"^proof\.device: expected a device.*got 'cuda 9'$"):
+        PlannedDevice.parse("cuda 9", plan_path="proof.device")
     assert str(PlannedDevice.of(load_profile("a100-sxm-80gb"))) == "cuda 8.0"

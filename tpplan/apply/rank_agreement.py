@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tpplan.core.errors import PlanMismatchError, TpplanError
+from tpplan.core.files import tpplan_version
 from tpplan.core.name_patterns import ROOT
-from tpplan.core.versions import tpplan_version
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """The versions on one rank, digests of its plan and model, and why the plan does not fit (`problem`, or "")."""
+    """The versions on one rank, digests of its plan and model, and why the plan does not fit the model (`problem`; ""
+    where it fits)."""
 
     problem: str
     torch_version: str

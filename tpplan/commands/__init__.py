@@ -23,8 +23,8 @@ from tpplan.commands.terminal.output import write
 from tpplan.commands.terminal.pins import with_files
 from tpplan.core.errors import InternalError, TpplanError, UsageError
 from tpplan.core.escapes import escaped_lines
+from tpplan.core.files import version_of
 from tpplan.core.gc_pause import rarely_collected, uncollected_at_exit
-from tpplan.core.versions import version_of
 from tpplan.search.models.hf_model import trusted
 from tpplan.search.models.model_spec import HF_PREFIX, TRUST_FLAG, UserCodeError
 

@@ -43,7 +43,7 @@ def why_not_divided(model: nn.Module, graph: ModelGraph, calls: Mapping[str, Exp
         module = model.get_submodule(name)
         shapes = {b.path: graph.values[b.result].shape for b in graph.boundaries if b.module == name}
         if missing := {call.rows, call.index, call.weight} - shapes.keys():
-            return f"module {name}: no tensor enters it as {sorted(missing)[0]!r}"
+            return f"module {name}: no tensor enters it as {min(missing)!r}"
         top_k, width = shapes[call.index][-1], shapes[call.rows][-1]
         key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())
         if key not in ran:

@@ -6,12 +6,12 @@ from typing import Any, TypedDict
 
 import torch
 
+from tpplan.core.files import tpplan_version
 from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
-from tpplan.core.versions import tpplan_version
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.costs.prediction.step_time import Priced
 from tpplan.experts.expert_share import Division

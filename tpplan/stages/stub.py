@@ -106,8 +106,8 @@ class Stub(nn.Module):
 
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
-    """The module, named so in its model, with its parameters in the dtype that a plan computes with; mixed precision
-    casts what enters a unit inside it."""
+    """The module with its parameters in the dtype that a plan computes with; under mixed precision what enters a unit
+    inside it is cast. `name` is the module's in its model, `units` are the model's."""
     if precision.makes_half:
         for parameter in module.parameters():
             parameter.data = _halved(parameter.data)

@@ -68,20 +68,15 @@ Calls = tuple[str, ...]
 class CallNotes(TorchFunctionMode):
     """A mode that notes the calls of each module's forwards, under the module's name in `found`.
 
-    is_hidden(name): whether to leave a module out. asked(): the number of questions so far that data decides; a module
-    whose forward asks one is in `unsure`.
+    is_hidden(name): whether to leave a module out. `asked`, which a trace sets, gives the number of questions so far
+    that data decides; a module whose forward asks one is in `unsure`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        is_hidden: Callable[[str], bool] = lambda _: False,
-        asked: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, is_hidden: Callable[[str], bool] = lambda _: False) -> None:
         super().__init__()
         self.is_hidden = is_hidden
         self.names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.asked = asked
+        self.asked: Callable[[], int] = lambda: 0
         self.found: dict[str, set[Calls]] = {}
         self.unsure: set[str] = set()
         #: whether both branches of a torch.cond have run, of which training runs one, compiled

@@ -137,7 +137,7 @@ def _make_folder(place: Path) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WeightsError(f"{place}: cannot be made: {error}") from error
+        raise WeightsError(f"{place}: the folder cannot be made: {error}; pass another one") from error
     if there := sorted(path for path in place.glob("*.safetensors*") if not path.name.startswith(".")):
         raise WeightsError(f"{place}: has {there[0].name} already: pass another folder, or remove the old files")
 

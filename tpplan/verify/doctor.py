@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tpplan import solvers
 from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.errors import first_line
+from tpplan.core.files import version_of
 from tpplan.core.mesh import Axis
-from tpplan.core.versions import version_of
 from tpplan.layouts import rules
 from tpplan.search.models.user_model import load_model_file
 from tpplan.search.planner import solve

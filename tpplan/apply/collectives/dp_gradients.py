@@ -37,7 +37,8 @@ class Averager:
     slots: list[Slot] = field(default_factory=list)
     hooks: dict[int, tuple[AccumulatedHook, ...]] = field(default_factory=dict)
     is_enabled: bool = True
-    #: the backward (autograd's graph task) at whose end gradients are averaged, and the slots with gradients from it
+    #: the backward (autograd's graph task) at whose end gradients are averaged, and the indices of the slots that got
+    #: gradients in it
     backward: int = NO_BACKWARD
     came: set[int] = field(default_factory=set)
 
@@ -84,7 +85,8 @@ class Averager:
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
 
     def gradient_comes(self, place: int | None = None) -> None:
-        """Queues the averaging at the end of the running backward; `place` is the slot whose gradient came."""
+        """Queues the averaging at the end of the running backward; `place` is the index of the slot whose gradient
+        came, None for a gradient on which no hooks of the user wait."""
         if place is not None:
             self.came.add(place)
         running = running_backward()

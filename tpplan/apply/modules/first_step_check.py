@@ -95,7 +95,8 @@ class _FirstStep:
         self.complaints: dict[str, str] = {}
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares checksums. Raises UsageError on every rank where batches or replicated parameters differ."""
+        """Compares checksums in the first forward with gradients. Raises UsageError on every rank where batches or
+        replicated parameters differ."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.has_begun = True

@@ -68,7 +68,9 @@ class Subject:
             loss=loss,
             seq_len=plan.batch.seq_len,
             precision=plan.precision,
-            device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
+            device=PlannedDevice.parse(device, plan_path="proof.device")
+            if device
+            else PlannedDevice.of(profile or _profile_of(plan)),
             experts=Division.of(plan),
             stage=plan.stage.bare if plan.stage is not None else None,
         )

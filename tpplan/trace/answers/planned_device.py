@@ -76,10 +76,11 @@ class PlannedDevice:
         return cls(type=profile.device_type, capability=next(known, None) if profile.device_type == "cuda" else None)
 
     @classmethod
-    def parse(cls, text: str) -> "PlannedDevice":
-        """The device that str() gave as text. Raises PlanError for any other text."""
+    def parse(cls, text: str, *, plan_path: str) -> "PlannedDevice":
+        """The device that str() gave as text, which stands at `plan_path` in a plan. Raises PlanError for any other
+        text."""
         if re.fullmatch(_AS_TEXT, text) is None:
-            raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}")
+            raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}", plan_path=plan_path)
         kind, _, capability = text.partition(" ")
         major, _, minor = capability.partition(".")
         return cls(type=kind, capability=(int(major), int(minor)) if capability else None)
