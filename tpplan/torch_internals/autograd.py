@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -54,11 +55,8 @@ def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return run(cls, own.__get__(None, cls), *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -71,11 +69,8 @@ def saved_hooks_seen_by(see: Callable[[Callable[..., Any], Callable[..., Any]], 
         see(pack, unpack)
         push(pack, unpack)
 
-    torch._C._autograd._push_saved_tensors_default_hooks = pushed  # type: ignore[assignment]
-    try:
+    with patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", pushed):
         yield
-    finally:
-        torch._C._autograd._push_saved_tensors_default_hooks = push
 
 
 # ---- probes

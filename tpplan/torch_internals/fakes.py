@@ -81,11 +81,8 @@ def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[N
             return compile_(model, **options)
         return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
 
-    torch.compile = opened
-    try:
+    with patch.object(torch, "compile", opened):
         yield
-    finally:
-        torch.compile = compile_
 
 
 # ---- probes

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -119,12 +120,8 @@ class CallNotes(TorchFunctionMode):
             finally:
                 self._running.pop()
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        with patch.object(nn.Module, "__call__", called), self:
+            yield
 
     def _note_module(self, module: nn.Module) -> None:
         """Notes in the running forward that it calls a module, by the last part of the module's name, which is equal

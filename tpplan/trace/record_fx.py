@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -281,11 +282,8 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
             node.meta[LINE] = _running_line()
         return node
 
-    tracer.create_node = create
-    try:
+    with patch.object(tracer, "create_node", create):
         yield
-    finally:
-        del tracer.create_node
 
 
 def _running_line() -> str:

@@ -5,6 +5,7 @@ module cannot be one operator, the module around it is marked, up to the model i
 so this ends.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +58,12 @@ def trace_marking(
 
     Raises ModelError, with the error of the first trace, where the model cannot run on fake tensors as a whole either.
     """
+    run = functools.partial(trace, inputs=inputs, loss=loss, cast=cast, fresh=build, notes_calls=notes_calls, like=like)
 
     def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
-        given = () if untouched else whole
-        return _trace_marking(model, build, inputs, loss, cast, untouched, given, notes_calls=notes_calls, like=like)
+        marks = _Marks(model)
+        marks.begin(untouched, () if untouched else whole)
+        return _trace_until_through(marks, build, run), marks.opaques
 
     if untouched:
         return traced(untouched)
@@ -75,33 +78,11 @@ def trace_marking(
             raise error from error.__cause__  # the first error says more than that of the last resort
 
 
-def _trace_marking(
-    model: nn.Module,
-    build: Callable[[], nn.Module],
-    inputs: Inputs,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    untouched: str,
-    whole: Sequence[tuple[str, str]],
-    *,
-    notes_calls: bool,
-    like: ModelGraph | None,
-) -> tuple[ModelGraph, Opaques]:
-    """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
-    marks = _Marks(model)
-    marks.begin(untouched, whole)
+def _trace_until_through(marks: "_Marks", build: Callable[[], nn.Module], run: Callable[..., ModelGraph]) -> ModelGraph:
+    """The graph that run(a copy of the model, opaques=...) gives once each module that cannot be traced is marked."""
     while True:
         try:
-            graph = trace(
-                build(),
-                inputs,
-                loss=loss,
-                cast=cast,
-                opaques=marks.opaques,
-                fresh=build,
-                notes_calls=notes_calls,
-                like=like,
-            )
+            graph = run(build(), opaques=marks.opaques)
         except TraceError as error:
             _mark_failed(marks, build, error)
         except CapturedError:
@@ -111,7 +92,7 @@ def _trace_marking(
         else:
             outside = next(_read_outside(graph, marks), None)
             if outside is None:
-                return graph, marks.opaques
+                return graph
             marks.widen(*outside)
 
 
