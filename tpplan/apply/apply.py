@@ -237,7 +237,7 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
 
 def _check_ready(model: nn.Module) -> None:
     """Raises UsageError without a process group, and for a model that is sharded already."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         raise UsageError(
             "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
         )

@@ -50,9 +50,7 @@ def _own_state(model: nn.Module, plan_hash: str, error: TpplanError | None) -> R
 def all_ranks(own: T) -> list[T]:
     """What each rank of the default process group passes, by rank; every rank must call this function. Without a
     process group, and on a fake one, what this process passes alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [own]
-    if dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return [own]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

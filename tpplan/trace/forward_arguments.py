@@ -46,6 +46,13 @@ def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]
     return pytree.tree_unflatten([_changed(path_of(path), leaf, change, is_given) for path, leaf in leaves], spec)
 
 
+def tensors_by_path(tree: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a tree by their dotted paths, those in dataclasses too."""
+    found: dict[str, torch.Tensor] = {}
+    named_tensors(tree, found.setdefault)
+    return found
+
+
 def is_flat(tree: Any) -> bool:
     """True for a dict by text of tensors and plain values: most calls are given nothing else."""
     return (

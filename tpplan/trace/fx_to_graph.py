@@ -184,13 +184,8 @@ class GraphReader:
             )
         name = f"constant_{node.name}"
         if value.requires_grad and name not in self.values:
-            self.unregistered.append(
-                (
-                    f"a weight of shape {list(value.shape)}, which module {where} reads and none registers,",
-                    "constant",
-                    False,
-                )
-            )
+            what = f"a weight of shape {list(value.shape)}, which module {where} reads and none registers,"
+            self.unregistered.append((what, "constant", False))
         if name not in self.values:
             self._add_value(name, value, carries_gradient=False)
             label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()

@@ -35,7 +35,7 @@ def loss_weights(model: nn.Module, num_tokens: Sequence[int | float | Tensor]) -
     if not len(num_tokens):
         raise UsageError("loss_weights: expected a number of tokens for each micro-batch, got none")
     mesh = mesh_of(model)
-    if mesh is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise UsageError(
             "loss_weights: no plan was applied to this model, so its data-parallel ranks are unknown: pass the model "
             "that apply_plan returned"

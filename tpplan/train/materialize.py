@@ -161,7 +161,7 @@ def _device(model: nn.Module) -> torch.device:
             return _own_device(parameter.device_mesh.device_type)
         if not parameter.is_meta:
             return parameter.device
-    is_nccl = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     return _own_device("cuda" if is_nccl and torch.cuda.is_available() else "cpu")
 
 
