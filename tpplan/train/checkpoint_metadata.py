@@ -159,9 +159,11 @@ def read_metadata(place: Path) -> Metadata:
     try:
         return _checked(_Unpickler(io.BytesIO(content)).load())
     except _RefusedError as error:
-        raise WeightsError(f"{path}: {error}") from None
+        raise WeightsError(f"{path}: {error}; pass another checkpoint") from None
     except Exception as error:
-        raise WeightsError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        raise WeightsError(
+            f"{path}: cannot be read: {type(error).__name__}: {error}; pass another checkpoint"
+        ) from error
 
 
 def name_in(state_key: str) -> str:

@@ -106,7 +106,10 @@ def _sharded_dim(placement: Placement) -> int | None:
         case _ if is_strided_shard(placement):
             return int(placement.dim)  # type: ignore[attr-defined]
         case _:
-            raise TpplanError(f"expected a parameter that is sharded or replicated on each mesh axis, got {placement}")
+            raise TpplanError(
+                f"expected a parameter that is sharded or replicated on each mesh axis, got {placement}: lay the model "
+                "out by tpplan.apply_plan"
+            )
 
 
 def others_on_meta(model: nn.Module) -> dict[str, Tensor]:

@@ -171,7 +171,7 @@ def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> 
     for reader, layout in layouts.items():
         path = f"parameters.{name}.reads.{reader or ROOT}"
         if layout == ROWS:
-            raise PlanError("a parameter is never read as rows, only ids are", plan_path=path)
+            raise PlanError("a parameter is never read as rows, only ids are: read the table as S(0)", plan_path=path)
         if layout == R_STAR and placement != R:
             raise PlanError(f"what rests as {placement} cannot be read as R*: place it as R", plan_path=path)
         if not can_convert(R_STAR if placement == R else placement, layout):
