@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tpplan.core.errors import first_line
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import BANDWIDTH, GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
@@ -102,7 +103,7 @@ def _outcome(problem: Problem, change: _Change, value: float) -> Outcome:
     try:
         plan = problem.solve(**change.options(value), prove=False)
     except NO_CHANGED_PLAN as error:
-        return Outcome(value=value, problem=str(error).splitlines()[0])
+        return Outcome(value=value, problem=first_line(error))
     seconds = plan.predicted.step_time_s
     rate = plan.batch.global_batch / seconds if seconds else None
     return Outcome(value=value, step_time_s=seconds, samples_per_s=rate, mesh=_in_short(plan.mesh))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import Argument, ModelGraph, Op, Ref
 from tpplan.core.layout import R, local_shape
 from tpplan.core.name_patterns import ROOT
@@ -128,7 +128,7 @@ class Executor:
         try:
             found = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
         except ModelError as error:
-            found = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+            found = _by_bytes(call, strategy, tp, first_line(error))
             warnings.warn(found.guesses[0], stacklevel=2)
         self._cache[key] = found
         self._grown.add(about, sizes, found)

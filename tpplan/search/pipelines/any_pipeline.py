@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
+from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError, first_line
 from tpplan.core.mesh import divisors
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
@@ -96,7 +96,7 @@ def _fastest(
             tried += 1
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             logger.info("%s: %s", candidate.shape.option, error)
-            why_not.setdefault(type(error), str(error).splitlines()[0])
+            why_not.setdefault(type(error), first_line(error))
             continue
         if seconds < least:
             least, best = seconds, candidate.shape
