@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from tpplan.core.name_patterns import ROOT, holders
+from tpplan.core.graph import enclosing
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_seconds
 from tpplan.plan.parts import (
     ACCUMULATION,
@@ -147,7 +148,7 @@ def _layer(timeline: Timeline, plan: Plan) -> Iterator[Lanes]:
     """The middle one of the layers with most time, in forward and in backward."""
     name = _middle_layer(timeline, plan)
     for during in (Pass.FORWARD, Pass.BACKWARD):
-        own = [s for s in timeline.segments if s.part and s.during is during and name in (s.module, *holders(s.module))]
+        own = [s for s in timeline.segments if s.part and s.during is during and name in enclosing(s.module)]
         if not name or not own:
             continue
         start_s, end_s = own[0].start_s, own[-1].end_s
