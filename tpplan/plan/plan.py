@@ -247,7 +247,7 @@ class Plan:
     def row_bags(self) -> dict[str, tuple[int, ...]]:
         """Module name ("" for the root) -> numbers of rows of the tables of which its forward adds up a rank's own in
         bags, with patterns expanded."""
-        return {"" if name == ROOT else name: counts for name, (counts, _) in self._expanded(self.bags or {}).items()}
+        return self._by_module(self.bags or {})
 
     def drawing_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
