@@ -153,7 +153,8 @@ def test_init_writes_a_file_that_loads(write: Write, tmp_path: Path, capsys: pyt
     assert {name: tuple(value.shape) for name, value in inputs.items()} == {"ids": (2, 3), "targets": (2, 3)}
     assert spec.loss is not None
     assert "not overwritten" in failing(capsys, "init", made, "--of", f"{tmp_path / 'net.py'}:Tiny")[1]
-    assert "no class 'Other'" in failing(capsys, "init", tmp_path / "b.py", "--of", f"{tmp_path / 'net.py'}:Other")[1]
+    said = failing(capsys, "init", tmp_path / "b.py", "--of", f"{tmp_path / 'net.py'}:Other")[1]
+    assert "no class 'Other' with a forward; it defines Tiny" in said
     pytest.importorskip("transformers")
     assert main(["init", str(tmp_path / "hf.py"), "--of", f"hf:{config}"]) == 0
     assert load_model_file(str(tmp_path / "hf.py")).build_model().config.n_embd == 8

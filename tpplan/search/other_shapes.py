@@ -104,7 +104,7 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """A proof at a batch and a length: what fails ("" if nothing), and which of BATCH and LENGTH are sharded."""
+    """A proof at a batch and a length: what fails ("" if nothing), and those of BATCH and LENGTH that are sharded."""
 
     batch: int
     length: int
@@ -131,7 +131,7 @@ class _Search:
 
     @cached_property
     def grows_with(self) -> frozenset[str]:
-        """Which of BATCH and LENGTH the inputs' dims grow with."""
+        """Those of BATCH and LENGTH with which dims of the inputs grow."""
         found = {dim.grows_with for dims in self.dims.values() for dim in dims} - {""}
         return frozenset(found - {BOTH} | {BATCH, LENGTH} if BOTH in found else found)
 
@@ -304,7 +304,7 @@ class _Search:
         )
 
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
-        """Which of BATCH and LENGTH the dims grow with along which the plan, at its own shapes, shards anything."""
+        """Those of BATCH and LENGTH with which a dim grows that the plan shards at its own shapes."""
         if graph.values.keys() != self.traced.graph.values.keys():
             return frozenset()
         ratios = {BATCH: (batch, self.planned[0]), LENGTH: (length, self.planned[1])}

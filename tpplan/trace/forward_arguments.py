@@ -30,6 +30,12 @@ def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name in accepted}
 
 
+def called_on(model: nn.Module, inputs: Inputs) -> Any:
+    """The outputs of a model on those of the inputs that its forward takes."""
+    accepted = forward_inputs(model, inputs)
+    return model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+
+
 def path_of(entries: tuple[Any, ...]) -> str:
     """A pytree key path as dotted text: `attention_mask`, `pos.0`."""
     names = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in entries)
