@@ -34,6 +34,11 @@ class TpplanError(Exception):
         self.plan_path = plan_path
 
 
+def first_line(error: BaseException, otherwise: str = "") -> str:
+    """The first line of an exception's message; `otherwise`, by default its class's name, where there is none."""
+    return next(iter(str(error).strip().splitlines()), otherwise or type(error).__name__)
+
+
 class UsageError(TpplanError):
     """The request contradicts itself, such as degrees that do not multiply to the GPUs or an unknown option value."""
 

@@ -369,6 +369,11 @@ def enclosing(name: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
 
+def joined_name(module: str, name: str) -> str:
+    """The name `module.name` of what a module holds; `name` alone in the root, ""."""
+    return f"{module}.{name}" if module else name
+
+
 def within(name: str, module: str) -> bool:
     """True where the module `name` is `module` or one of its submodules."""
     return not module or name == module or name.startswith(module + ".")

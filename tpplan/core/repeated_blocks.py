@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, within
+from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, joined_name, within
 
 
 def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> ModelGraph:
@@ -65,7 +65,7 @@ def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedB
     parameters = {source.result: source.label for source in graph.sources}
     alike: dict[object, list[int]] = defaultdict(list)
     for index in indices:
-        alike[_labelled(graph, parameters, f"{prefix}.{index}" if prefix else str(index))].append(index)
+        alike[_labelled(graph, parameters, joined_name(prefix, str(index)))].append(index)
     return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for siblings in alike.values() if len(siblings) > 1]
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from tpplan.apply.rank_agreement import tpplan_version
+from tpplan.core.files import tpplan_version
 from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R

@@ -34,7 +34,7 @@ from tpplan.search.models.user_model import load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
 from tpplan.trace.forward_arguments import Inputs, called_on
-from tpplan.trace.trace import accumulated_hooks, quiet
+from tpplan.trace.trace import quiet, why_untouched
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_step import fake_step, mesh_of
 from tpplan.verify.shrink import in_float32
@@ -159,7 +159,7 @@ def reference_step(subject: Subject, plan: Plan) -> Reference:
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     micro_batches = subject.micro_batches(plan)
     # A hook on an accumulated gradient sees the mean over data-parallel ranks of each backward.
-    num_backwards = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
+    num_backwards = plan.batch.accumulation_steps if why_untouched(model) else 0
     loss = (
         _joint_backwards(model, subject, micro_batches, num_backwards)
         if num_backwards

@@ -15,7 +15,7 @@ from tpplan.experts.expert_share import Division
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.search.models.model_spec import takes_batch_alone
-from tpplan.stages.stage_model import received_on_meta
+from tpplan.stages.stage_model import without_values
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
@@ -67,7 +67,9 @@ class Subject:
             loss=loss,
             seq_len=plan.batch.seq_len,
             precision=plan.precision,
-            device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
+            device=PlannedDevice.parse(device, plan_path="proof.device")
+            if device
+            else PlannedDevice.of(profile or _profile_of(plan)),
             experts=Division.of(plan),
             stage=plan.stage.bare if plan.stage is not None else None,
         )
@@ -99,7 +101,7 @@ class Subject:
                 f"a stage receives tensors of the planned shapes alone: micro-batch {self.stage.micro_batch} of length "
                 f"{self.seq_len}, got {micro_batch} of length {seq_len}"
             )
-        return {**own, RECEIVED: received_on_meta(self.stage)}
+        return {**own, RECEIVED: without_values(self.stage.receives)}
 
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs, in the dtype of compute."""

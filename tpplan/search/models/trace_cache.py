@@ -38,7 +38,7 @@ from tpplan.search.models.subject import BuildModel, Subject
 from tpplan.stages.stage_model import as_stage
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.trace import assumptions, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class TraceCache:
     ) -> tuple[ModelGraph, Opaques]:
         """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
         are one op in it; `like` is as `trace` takes it."""
-        untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
+        untouched, cast = why_untouched(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
             model,
