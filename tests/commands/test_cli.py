@@ -468,7 +468,7 @@ def test_a_hugging_face_configuration_of_no_known_model(write: Write) -> None:
     [
         (("--profile", "h100-sx"), 6, "unknown profile 'h100-sx'; did you mean 'h100-sxm'? (shipped: "),
         (("--profile", "no/such.json"), 6, "no/such.json: cannot be read"),
-        (("--tp", "3"), 2, "tp = 3 does not divide 4 GPUs; degrees that do: (1, 2, 4)"),
+        (("--tp", "3"), 2, "tp = 3 does not divide 4 GPUs; degrees that do: 1, 2, 4"),
         (("--tp", "4", "--fsdp", "2"), 2, "tp * fsdp = 8 does not divide 4 GPUs"),
         (("--micro-batch", "3"), 2, "--global-batch 16 is no multiple of --micro-batch 3"),
         (("--gpus", "0"), 2, "argument --gpus: expected a whole number from 1, got '0'"),

@@ -50,8 +50,8 @@ class IndivisibleError(UsageError):
 
 
 class InfeasibleError(TpplanError):
-    """No plan fits the memory limit; has the limit, the smallest peak in bytes, its parts, and remedies, cheapest
-    first."""
+    """No plan fits the memory limit. `needed_bytes` is the smallest peak found, `parts` are its bytes by part, and
+    `remedies` are changes that make a plan fit, the cheapest first."""
 
     exit_code = 3
 

@@ -33,8 +33,8 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 
 def like_ops(graph: ModelGraph) -> dict[str, str]:
-    """The name of each op -> the name of the first op at its place in like blocks whose results are views where its own
-    are; its own name outside of like blocks."""
+    """Op name -> name of the first op at the same place in a sibling of its repeated block, with views among the same
+    results; the op's own name outside of repeated blocks."""
     return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 

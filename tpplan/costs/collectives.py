@@ -9,11 +9,11 @@ from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.known_times import KnownTimes
-from tpplan.layouts.build_space import CROSS_ENTROPY
 from tpplan.layouts.decision_space import Decider
 from tpplan.layouts.readings import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.plan import Pass
 

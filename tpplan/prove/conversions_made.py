@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.layout import COLLECTIVE_STEPS, S, Step
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.readings import reading_conversion, sources_read
+from tpplan.layouts.rules.embedding import BAGS
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.prove.counterexample import Counterexample, blame
 
 #: ops that tpplan's own code may compute on a rank, in some layouts

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
-from tpplan.core.graph import Boundary, Direction
+from tpplan.core.graph import Boundary, Direction, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
-from tpplan.core.name_patterns import ROOT, holders, module_name
+from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.collectives_of_step import collectives
 from tpplan.costs.prediction.memory_replay import memory
@@ -193,7 +193,7 @@ def _unit_problems(plan: Plan) -> Iterator[str]:
     for position, key in enumerate(plan.fsdp.units):
         for written, _ in plan.expand(key):
             name = module_name(written)
-            around = next((other for other in (name, *holders(name)) if other in seen), None)
+            around = next(filter(seen.__contains__, enclosing(name)), None)
             if around is not None:
                 yield f"fsdp.units[{position}]: {written} comes after {around or ROOT}, which holds it: move it before"
             seen.add(name)

@@ -23,8 +23,8 @@ from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import tp_degrees
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.build_space import EMBEDDING
 from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin
+from tpplan.layouts.rules.embedding import EMBEDDING
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
 from tpplan.plan.styles import Style
