@@ -28,6 +28,7 @@ from tpplan.apply.collectives.row_bags import RowBags
 from tpplan.apply.data_parallel import AVERAGER, broadcast_replicas, leave_untouched, reduce_gradients, shard_data
 from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh
 from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.fsdp_over_tp import mesh_for
 from tpplan.apply.model_match import (
     check_filled,
     check_model,
@@ -98,7 +99,8 @@ def apply_plan(
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     if isinstance(loaded, Plan):
         mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
-        return _applied(model, loaded, mesh, originals, compile=compile, check=OnMismatch(check))
+        over_tp = mesh_for(loaded, mesh)
+        return _applied(model, loaded, mesh, originals, compile=compile, check=OnMismatch(check), over_tp=over_tp)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
@@ -128,10 +130,11 @@ def _in_stages(
         error = found
     check_everywhere(error)
     mesh = everywhere[_AXES]
+    over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
     group = mesh._flatten().get_group() if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
-        _applied(part, plan, mesh, own, compile=compile, check=check, group=group)
+        _applied(part, plan, mesh, own, compile=compile, check=check, group=group, over_tp=over_tp)
     if len(parts) > 1:
         joined(model, parts)
         keep_mesh(model, mesh)
@@ -148,8 +151,10 @@ def _applied(
     compile: bool,
     check: OnMismatch,
     group: dist.ProcessGroup | None = None,
+    over_tp: DeviceMesh | None = None,
 ) -> nn.Module:
-    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default."""
+    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default. `over_tp` is
+    the mesh of FSDP units over shard and tp."""
     device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
@@ -171,8 +176,8 @@ def _applied(
         broadcast_experts(model, loaded, of_experts)
     if compile:
         _compile_layers(model, loaded)
-    shard_data(model, loaded, mesh, of_experts)
-    keep_mesh(model, mesh, of_experts)
+    shard_data(model, loaded, mesh, of_experts, over_tp)
+    keep_mesh(model, mesh, of_experts, over_tp)
     check_shapes(model, loaded, check)
     check_calls(model, loaded, mesh.device_type, check, group)
     check_first_step(model, mesh, originals, group)

@@ -99,7 +99,7 @@ def _tp_reductions(assignment: Assignment) -> _Counts:
     weights = Weights(assignment=assignment)
     sizes: dict[str, list[int]] = {}
     for source in weights.trainable:
-        if any(
+        if source.label not in assignment.sources_over_tp and any(
             has_partial_gradient(assignment.strategy(reading.name)) for reading in assignment.readings[source.label]
         ):
             num_bytes = weights.master_width(source) * weights.shard_elements(source)
@@ -122,6 +122,8 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
         for (name, ep), own in _by_fsdp_module(unit).items():
             where = _where(assignment, name)
             axis, ranks = (Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD), mesh.shard // ep
+            if unit.name in assignment.over_tp:
+                axis, ranks = Axis.SHARD_TP, mesh.size(Axis.SHARD_TP)
             held = [source for source in own if not _is_beside_fsdp(assignment, source)]
             trained = [source for source in held if assignment.has_gradient(source)]
             gathered, reduced = _unit_bytes(assignment, held, trained)

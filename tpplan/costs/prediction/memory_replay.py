@@ -273,6 +273,10 @@ class _Replay:
     def _converted_back(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> Piece:
         value = self.graph.values[source.result]
         conversion = self.weights.reading(reading_name(reader, index)) if isinstance(reader, Op) else None
+        if source.label in self.assignment.sources_over_tp and self._is_summand(source):
+            multiple = self.ledger.hold(Piece(TRANSIENTS, piece.num_bytes))
+            self.ledger.drop(piece)
+            return multiple
         if conversion is None:
             return piece
         move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
@@ -285,7 +289,8 @@ class _Replay:
 
     def _reduce_summands(self) -> None:
         """Copies gradients that are summed over tp into buckets."""
-        summands = [source for source in self.weights.trainable if self._is_summand(source)]
+        trainable, over_tp = self.weights.trainable, self.assignment.sources_over_tp
+        summands = [source for source in trainable if source.label not in over_tp and self._is_summand(source)]
         total = self.weights.resting(self.weights.master_width, summands)
         self.ledger.pass_by(BUFFERS, min(total, float(BUCKET_BYTES)))
 

@@ -99,13 +99,16 @@ class FsdpPlan:
     stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards.
 
     `whole_gradients` is true where each rank keeps gradients whole between micro-batches, so that FSDP reduces them
-    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them.
+    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them. `over_tp` are
+    the units that are sharded over the shard and tp axes together: tp replicates all of their parameters. Others are
+    sharded over the shard axis; absent where all are.
     """
 
     units: tuple[str, ...]
     reshard_after_forward: bool
     exceptions: tuple[str, ...]
     whole_gradients: bool | None = None
+    over_tp: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
