@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
-from tpplan.core.layout import R
 from tpplan.core.mesh import MAX_GPUS, Mesh
 from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, module_name, parse_ranges, substitute
 from tpplan.core.strict_json import MAX_INTEGER, Amount, Count, decode, encode, read_json
@@ -42,6 +41,8 @@ from tpplan.plan.sections.sharding import (
     OpaquePlan,
     ParameterPlan,
     SizePlan,
+    unit_of,
+    wrong_over_tp,
 )
 from tpplan.plan.tp_shares import TpShares
 
@@ -291,9 +292,8 @@ class Plan:
 
     def parameters_over_tp(self) -> frozenset[str]:
         """Names of the parameters of these units, all of which tp replicates."""
-        units, over_tp = set(self.fsdp_units()), self.units_over_tp()
-        names = self.parameter_plans() if over_tp else ()
-        return frozenset(name for name in names if next((own for own in holders(name) if own in units), "") in over_tp)
+        units, over_tp = {*self.fsdp_units(), ""}, self.units_over_tp()
+        return frozenset(name for name in self.parameter_plans() if unit_of(name, units) in over_tp)
 
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """Yields (name, index) for each name that a key stands for. Raises PlanError for a `*` that is in no block."""
@@ -331,31 +331,14 @@ class Plan:
         for position, key in enumerate(self.fsdp.exceptions):
             if not units.issuperset(self._modules([key])):
                 yield f"fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root"
-        yield from self._wrong_over_tp(units)
+        for position, key in enumerate(self.fsdp.over_tp or ()):
+            if not units.issuperset(self._modules([key])):
+                yield f"fsdp.over_tp[{position}]: {key!r} is not in fsdp.units, or is the root"
+        yield from wrong_over_tp(self.mesh, units, self.units_over_tp(), self.parameter_plans(), self.expert_calls())
         regions = self.recomputed_modules()
         for inner in regions:  # whose ops would run three times
             if (region := next(filter(regions.__contains__, holders(inner)), None)) is not None:
                 yield f"recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
-
-    def _wrong_over_tp(self, units: set[str]) -> Iterator[str]:
-        """Yields units over shard and tp that cannot be: without these axes, or with parameters of which a rank keeps a
-        part for tp or for experts, or which modules outside of the unit have too."""
-        over_tp = self.units_over_tp()
-        if over_tp and 1 in (self.mesh.shard, self.mesh.tp):
-            yield f"fsdp.over_tp: expected a mesh with several ranks on shard and on tp, got {self.mesh}"
-        for position, key in enumerate(self.fsdp.over_tp or ()):
-            if not units.issuperset(self._modules([key])):
-                yield f"fsdp.over_tp[{position}]: {key!r} is not in fsdp.units, or is the root"
-        divided = self.expert_calls()
-        for name, parameter in self.parameter_plans().items() if over_tp else ():
-            owners = {next((own for own in holders(label) if own in units), "") for label in (name, *parameter.aliases)}
-            unit = next(iter(owners & over_tp), None)
-            if unit is None:
-                continue
-            if parameter.placement != R:
-                yield f"fsdp.over_tp: {unit} has {name}, which tp places as {parameter.placement}; expected R"
-            if len(owners) > 1 or any(holder in divided for holder in holders(name)):
-                yield f"fsdp.over_tp: {unit} has {name}, which is tied to another unit's, or part of divided experts"
 
     def _wrong_degrees(self) -> Iterator[str]:
         """Yields degrees and numbers of samples that do not multiply to what they should."""

@@ -75,7 +75,8 @@ def solve(
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
     and `fsdp` pin a degree; `ep` the number of ranks that divide experts (1: each has all), of which the busiest gets
     expert_imbalance times the rows of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective",
-    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. whole_gradients=True keeps
+    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. fsdp_over_tp=True shards each
+    layer over shard and tp together wherever tp can replicate its weights, False none. whole_gradients=True keeps
     gradients whole between micro-batches and reduces them once a step, where FSDP else reduces each micro-batch's
     (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold

@@ -90,7 +90,8 @@ class UnitsOverTp:
 
 
 def _where(expression: Expression, node: str, strategy: int, excluded: Mapping[str, frozenset[int]]) -> Expression:
-    """The expression where a node has a strategy, and others have none that is excluded; it bounds no more than that."""
+    """The expression where a node has a strategy and others have none that is excluded, for bounds alone: its vectors
+    are shorter."""
 
     def left(name: str, vector: tuple[float, ...]) -> tuple[float, ...]:
         if name == node:
