@@ -42,7 +42,7 @@ from tpplan.plan.sections.sharding import (
     ParameterPlan,
     SizePlan,
     unit_of,
-    wrong_over_tp,
+    why_not_over_tp,
 )
 from tpplan.plan.tp_shares import TpShares
 
@@ -295,6 +295,14 @@ class Plan:
         units, over_tp = {*self.fsdp_units(), ""}, self.units_over_tp()
         return frozenset(name for name in self.parameter_plans() if unit_of(name, units) in over_tp)
 
+    def may_have_units_over_tp(self) -> bool:
+        """True where some FSDP unit, but the root, could be sharded over the shard and tp axes together."""
+        units = set(self.fsdp_units()) - {""}
+        if not units or 1 in (self.mesh.shard, self.mesh.tp):
+            return False
+        wrong = {unit for unit, _ in why_not_over_tp(units, self.parameter_plans(), self.expert_calls())}
+        return not units.issubset(wrong)
+
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """Yields (name, index) for each name that a key stands for. Raises PlanError for a `*` that is in no block."""
         if not is_pattern(key):
@@ -334,7 +342,11 @@ class Plan:
         for position, key in enumerate(self.fsdp.over_tp or ()):
             if not units.issuperset(self._modules([key])):
                 yield f"fsdp.over_tp[{position}]: {key!r} is not in fsdp.units, or is the root"
-        yield from wrong_over_tp(self.mesh, units, self.units_over_tp(), self.parameter_plans(), self.expert_calls())
+        if over_tp := self.units_over_tp():
+            if 1 in (self.mesh.shard, self.mesh.tp):
+                yield f"fsdp.over_tp: expected a mesh with several ranks on shard and on tp, got {self.mesh}"
+            found = why_not_over_tp(units, self.parameter_plans(), self.expert_calls())
+            yield from (f"fsdp.over_tp: {unit} has {what}" for unit, what in found if unit in over_tp)
         regions = self.recomputed_modules()
         for inner in regions:  # whose ops would run three times
             if (region := next(filter(regions.__contains__, holders(inner)), None)) is not None:

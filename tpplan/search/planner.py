@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import PlanMismatchError, SolverError
+from tpplan.core.errors import InfeasibleError, PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -33,6 +33,8 @@ from tpplan.trace.trace import Loss
 
 #: name of the solver in a plan that was only priced
 PRICED = "none, only priced"
+#: what a plan says of a treatment of layers that is looked at where the fastest plan without it has a use for it
+NOT_OVER_TP = "FSDP over shard x tp: in the fastest plan over shard alone, tp replicates no layer's weights"
 
 
 @rarely_collected()
@@ -113,9 +115,34 @@ def solve(
 
 
 def solve_request(request: Request, options: Options, reuse: Reuse | None, *, prove: bool) -> Plan:
-    """The fastest plan of a request, as `solve` gives it."""
-    solvers, points, unsearched = every_degree(*prepare(request, options, reuse), options)
-    return search(solvers, points, unsearched, prove=prove)
+    """The fastest plan of a request, as `solve` gives it.
+
+    Where it is open whether FSDP shards layers over shard and tp together, the fastest plan without such layers comes
+    first. Only where tp replicates all weights of one of its layers, or none fits, are all points looked at again with
+    the choice open: their bounds are lower then, and many more would be solved each time.
+    """
+    shared = reuse or Reuse()
+
+    def searched(over_tp: bool | None, *left_out: str) -> Plan:
+        own = replace(request, fsdp_over_tp=over_tp)
+        solvers, points, unsearched = every_degree(*prepare(own, options, shared), options)
+        return search(solvers, points, (*unsearched, *left_out), prove=prove)
+
+    if request.fsdp_over_tp is not None or not _has_shards_and_tp(request, options):
+        return searched(request.fsdp_over_tp)
+    try:
+        plan = searched(False, NOT_OVER_TP)
+    except InfeasibleError:
+        return searched(None)
+    if not plan.may_have_units_over_tp():
+        return plan
+    return min((searched(None), plan), key=lambda own: own.predicted.step_time_s)
+
+
+def _has_shards_and_tp(request: Request, options: Options) -> bool:
+    """True where some mesh has several ranks on the shard and on the tp axis."""
+    points, _ = points_of(request, tp=options.tp, fsdp=options.fsdp)
+    return any(point.shard > 1 < point.tp for point in points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

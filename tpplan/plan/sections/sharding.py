@@ -7,7 +7,6 @@ from typing import Annotated
 
 from tpplan.core.errors import PlanError
 from tpplan.core.layout import LAYOUT_PATTERN, Conversion, Layout, R, parse_conversion, parse_layout
-from tpplan.core.mesh import Mesh
 from tpplan.core.name_patterns import holders
 from tpplan.core.strict_json import Amount, Count, Size, Text
 
@@ -128,27 +127,18 @@ def unit_of(name: str, units: Collection[str]) -> str:
     return next(holder for holder in holders(name) if holder in units)
 
 
-def wrong_over_tp(
-    mesh: Mesh,
-    units: Collection[str],
-    over_tp: Collection[str],
-    parameters: Mapping[str, ParameterPlan],
-    divided: Collection[str],
-) -> Iterator[str]:
-    """Yields why some of the FSDP units `units` cannot be over shard and tp, as those in `over_tp` are: the mesh lacks
-    an axis, or they have a parameter of which a rank keeps a part for tp or for experts, the modules in `divided`, or
-    which another unit has too."""
-    if over_tp and 1 in (mesh.shard, mesh.tp):
-        yield f"fsdp.over_tp: expected a mesh with several ranks on shard and on tp, got {mesh}"
+def why_not_over_tp(
+    units: Collection[str], parameters: Mapping[str, ParameterPlan], divided: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields (unit, what it has) where an FSDP unit cannot be over shard and tp together: a parameter of which a rank
+    keeps a part for tp or for experts, the modules in `divided`, or which another unit has too."""
     every = {*units, ""}
-    for name, parameter in parameters.items() if over_tp else ():
+    for name, parameter in parameters.items():
         owners = {unit_of(label, every) for label in (name, *parameter.aliases)}
-        unit = next((own for own in sorted(owners) if own in over_tp), None)
-        if unit is None:
-            continue
-        if parameter.placement != R:
-            yield f"fsdp.over_tp: {unit} has {name}, which tp places as {parameter.placement}; expected R"
-        if len(owners) > 1:
-            yield f"fsdp.over_tp: {unit} has {name}, which is tied to a parameter of another unit"
-        if any(holder in divided for holder in holders(name)):
-            yield f"fsdp.over_tp: {unit} has {name}, which belongs to divided experts"
+        for unit in sorted(owners - {""}):
+            if parameter.placement != R:
+                yield unit, f"{name}, which tp places as {parameter.placement}; expected R"
+            if len(owners) > 1:
+                yield unit, f"{name}, which is tied to a parameter of another unit"
+            if any(holder in divided for holder in holders(name)):
+                yield unit, f"{name}, which belongs to divided experts"
