@@ -202,7 +202,7 @@ class FsdpCommunication:
                 expressions.append(scaled(own.of(unit, *shares, ep=ep), rate))
         gathered, reduced = self._copied_more(unit)
         found[0].append(scaled(gathered, rate))
-        found[1] += [scaled(reduced, rate), scaled(self._multiplied(unit), rate)]
+        found[1].append(scaled(added(reduced, self._multiplied(unit)), rate))
         return added(*found[0]), added(*found[1])
 
     @property
