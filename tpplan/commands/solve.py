@@ -130,7 +130,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         "--fsdp-over-tp",
         choices=("yes", "no"),
         help="FSDP layers sharded over shard and tp together, wherever tp can replicate their weights, or over shard "
-        "alone (default: decided for each kind of layer)",
+        "alone (default: decided where the fastest plan over shard alone has such layers, or none fits)",
     )
     group.add_argument(
         "--whole-gradients",

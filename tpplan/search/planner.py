@@ -33,8 +33,6 @@ from tpplan.trace.trace import Loss
 
 #: name of the solver in a plan that was only priced
 PRICED = "none, only priced"
-#: what a plan says of a treatment of layers that is looked at where the fastest plan without it has a use for it
-NOT_OVER_TP = "FSDP over shard x tp: in the fastest plan over shard alone, tp replicates no layer's weights"
 
 
 @rarely_collected()
@@ -78,7 +76,8 @@ def solve(
     and `fsdp` pin a degree; `ep` the number of ranks that divide experts (1: each has all), of which the busiest gets
     expert_imbalance times the rows of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective",
     "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. fsdp_over_tp=True shards each
-    layer over shard and tp together wherever tp can replicate its weights, False none. whole_gradients=True keeps
+    layer over shard and tp together wherever tp can replicate its weights, False none; None decides it where the
+    fastest plan over shard alone has layers whose weights tp replicates, or none fits, and takes False elsewhere. whole_gradients=True keeps
     gradients whole between micro-batches and reduces them once a step, where FSDP else reduces each micro-batch's
     (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
@@ -123,15 +122,15 @@ def solve_request(request: Request, options: Options, reuse: Reuse | None, *, pr
     """
     shared = reuse or Reuse()
 
-    def searched(over_tp: bool | None, *left_out: str) -> Plan:
+    def searched(over_tp: bool | None) -> Plan:
         own = replace(request, fsdp_over_tp=over_tp)
         solvers, points, unsearched = every_degree(*prepare(own, options, shared), options)
-        return search(solvers, points, (*unsearched, *left_out), prove=prove)
+        return search(solvers, points, unsearched, prove=prove)
 
     if request.fsdp_over_tp is not None or not _has_shards_and_tp(request, options):
         return searched(request.fsdp_over_tp)
     try:
-        plan = searched(False, NOT_OVER_TP)
+        plan = searched(False)
     except InfeasibleError:
         return searched(None)
     if not plan.may_have_units_over_tp():
