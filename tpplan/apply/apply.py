@@ -3,10 +3,11 @@ FSDP2 (tpplan.apply.data_parallel).
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+    tpplan.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
 
 The model stays eager and keeps its parameter names. Its parameters become DTensors on (replicate, shard, tp): make the
-optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which one, and the first
+optimizer afterwards. Divided experts, and layers that FSDP shards over shard and tp together, are on meshes of their
+own (tpplan.apply.expert_parallel, tpplan.apply.fsdp_over_tp). Every rank of a tp group must read the same batch: Plan.batch_for says which one, and the first
 training forward checks that the ranks do (tpplan.apply.modules.first_step_check).
 """
 

@@ -2,7 +2,8 @@
 
 Objective: seconds of one optimizer step on one rank (tpplan.costs.step.objective). Besides layouts the ILP decides how
 many layers of a group get which treatment: what is recomputed, and whether FSDP reshards after forward
-(tpplan.layouts.layer_treatments). Resources: bytes of one rank at the moments at which it may hold most
+(tpplan.layouts.layer_treatments); and of each group whether FSDP shards it over shard or over shard and tp together
+(tpplan.costs.step.units_over_tp). Resources: bytes of one rank at the moments at which it may hold most
 (tpplan.costs.step.memory_rows).
 """
 
