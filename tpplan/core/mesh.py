@@ -20,9 +20,9 @@ MAX_COUNT = 2**32
 
 
 class Axis(StrEnum):
-    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES); and the two parts of the shard
-    axis of a model whose experts are divided: groups with different experts, and ranks with the same experts, over
-    which FSDP shards them; and the shard and tp axes as one."""
+    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES). Where experts are divided, the
+    shard axis has two parts: EP, ranks with different experts, and EXPERT_SHARD, ranks with the same experts, over
+    which FSDP shards these. SHARD_TP is the shard and tp axes as one."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -180,7 +180,8 @@ def meshes(
     """
     for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
         if degree is not None and (degree < 1 or gpus % degree):
-            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
+            listed = ", ".join(map(str, divisors(gpus)))
+            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {listed}")
     for tp_degree in (tp,) if tp else tp_degrees(gpus, gpus_per_node, across_nodes=across_nodes):
         for shard in (fsdp,) if fsdp else divisors(gpus // tp_degree):
             if (gpus // tp_degree) % shard == 0:

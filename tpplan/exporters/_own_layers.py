@@ -59,7 +59,7 @@ def _styles(laid: LaidOut) -> dict[str, Style]:
     Where layouts fit only if an output is gathered before the model's own loss, or a replicated weight's gradient is
     summed, the layer's style says so.
     """
-    owned = _owned(laid.plan)
+    owned = owned_parameters(laid.plan)
     modules = dict(laid.model.named_modules(remove_duplicate=False))
     styles = {name: _style(laid, name, modules[name], owned[name]) for name in modules if name in owned}
     for _ in styles:
@@ -83,8 +83,8 @@ def _unsaid(plan: Plan, problem: Mistyped) -> ExportError:
     return ExportError(f"{_ALONE} {problem.message}: use apply_plan")
 
 
-def _owned(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
-    """Returns the plans of parameters by owning module and attribute."""
+def owned_parameters(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
+    """Returns the plans of parameters by owning module, for each of their names, and by attribute."""
     found: dict[str, dict[str, ParameterPlan]] = {}
     for label, parameter in plan.parameter_plans().items():
         for name in (label, *parameter.aliases):

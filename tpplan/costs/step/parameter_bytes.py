@@ -23,7 +23,7 @@ from tpplan.costs.step.units_over_tp import UnitsOverTp
 from tpplan.layouts.assignment import Assignment, master_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
-from tpplan.layouts.readings import reading_conversion
+from tpplan.layouts.readings import has_partial_gradient, reading_conversion
 from tpplan.plan.optimizers import Optimizer, optimizer_named
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, added, merged, scaled
@@ -367,6 +367,24 @@ class Weights:
     def trainable(self) -> tuple[Source, ...]:
         """Parameters that train: they have gradients and optimizer states."""
         return tuple(source for source in self.assignment.graph.parameters if source.trainable)
+
+    @cached_property
+    def summands(self) -> tuple[Source, ...]:
+        """Parameters that train, and whose gradients on a tp rank are summands: they are summed over tp once a step."""
+        return tuple(source for source in self._partial if source.label not in self.assignment.sources_over_tp)
+
+    @cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Names of the parameters whose gradients are summands too, but FSDP averages them over tp: each backward
+        multiplies them by tp."""
+        return self.assignment.sources_over_tp.intersection(source.label for source in self._partial)
+
+    @cached_property
+    def _partial(self) -> tuple[Source, ...]:
+        own = self.assignment
+        return tuple(
+            s for s in self.trainable if any(has_partial_gradient(own.strategy(r.name)) for r in own.readings[s.label])
+        )
 
     def states(self) -> float:
         """Bytes of the optimizer's states on a rank."""

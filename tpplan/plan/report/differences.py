@@ -1,4 +1,4 @@
-"""Two plans side by side: seconds and bytes by part, and the settings and modules that are otherwise."""
+"""Two plans side by side: seconds and bytes by part, and the settings and modules in which they differ."""
 
 from collections.abc import Iterable, Mapping
 
@@ -18,14 +18,15 @@ def memory_differences(plan: Plan, other: Plan) -> list[tuple[str, float, float]
 
 
 def setting_differences(plan: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """(name, in the plan, in the other) of what was planned and is not the same; "" where one does not say it."""
+    """(name, text in the plan, text in the other) of each setting that differs; "" where a plan lacks it."""
     ours, theirs = (_joined(setting(own)) for own in (plan, other))
     names = dict.fromkeys((*ours, *theirs))
     return [(n, ours.get(n, ""), theirs.get(n, "")) for n in names if ours.get(n) != theirs.get(n)]
 
 
 def module_differences(plan: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """(modules, how the plan lays their weights out, how the other does), like siblings as one; without those alike."""
+    """(modules, their style in the plan, their style in the other) where styles differ; siblings that differ alike
+    share an entry."""
     ours, theirs = (_styles(own) for own in (plan, other))
     groups: dict[tuple[str, str, str], list[str]] = {}
     for key in dict.fromkeys((*ours, *theirs)):
@@ -48,7 +49,7 @@ def _styles(plan: Plan) -> dict[str, str]:
 
 
 def _joined(rows: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Name -> text, lines without a name left out: they explain the one before."""
+    """Name -> text, without unnamed lines, which explain the line before."""
     return {name: text for name, text in rows if name}
 
 

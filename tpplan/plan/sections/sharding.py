@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tpplan.core.errors import PlanError
+from tpplan.core.graph import enclosing
 from tpplan.core.layout import LAYOUT_PATTERN, Conversion, Layout, R, parse_conversion, parse_layout
-from tpplan.core.name_patterns import holders
 from tpplan.core.strict_json import Amount, Count, Size, Text
 
 LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
@@ -123,8 +123,8 @@ class OpaquePlan:
 
 
 def unit_of(name: str, units: Collection[str]) -> str:
-    """The innermost FSDP unit around a parameter or module; `units` has "", the root."""
-    return next(holder for holder in holders(name) if holder in units)
+    """The innermost FSDP unit around a parameter; `units` has "", the root."""
+    return next(module for module in enclosing(name)[1:] if module in units)
 
 
 def why_not_over_tp(
@@ -140,5 +140,5 @@ def why_not_over_tp(
                 yield unit, f"{name}, which tp places as {parameter.placement}; expected R"
             if len(owners) > 1:
                 yield unit, f"{name}, which is tied to a parameter of another unit"
-            if any(holder in divided for holder in holders(name)):
+            if any(module in divided for module in enclosing(name)[1:]):
                 yield unit, f"{name}, which belongs to divided experts"
