@@ -134,11 +134,13 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
         (2, 4, {"fsdp": 2, "tp": 1}),
         (2, 4, {"fsdp": 1, "tp": 1}),
         (2, 8, {"fsdp": 2, "tp": 2}),
+        (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "fsdp_over_tp": True}),
     ],
 )
 def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     plan = solved(Stack, stages=stages, gpus=gpus, **options)
     assert plan.parts == stages
+    assert [bool(own.fsdp.over_tp) for own in plan.stages] == [bool(options.get("fsdp_over_tp"))] * len(plan.stages)
     assert_as_one_process(Stack, plan)
 
 

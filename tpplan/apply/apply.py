@@ -3,11 +3,13 @@ FSDP2 (tpplan.apply.data_parallel).
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+    tpplan.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
 
 The model stays eager and keeps its parameter names. Its parameters become DTensors on (replicate, shard, tp): make the
-optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which one, and the first
-training forward checks that the ranks do (tpplan.apply.modules.first_step_check).
+optimizer afterwards. Divided experts, and layers that FSDP shards over shard and tp together, are on meshes of their
+own (tpplan.apply.expert_parallel, tpplan.apply.fsdp_over_tp). Every rank of a tp group must read the same batch:
+Plan.batch_for says which one, and the first training forward checks that the ranks do
+(tpplan.apply.modules.first_step_check).
 """
 
 import contextlib
@@ -35,6 +37,7 @@ from tpplan.apply.data_parallel import (
 )
 from tpplan.apply.expert_parallel import divide_experts, experts_mesh
 from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.fsdp_over_tp import mesh_for
 from tpplan.apply.model_match import check_filled, check_model, module_called, modules_by_name, outermost_by_name
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
@@ -101,7 +104,8 @@ def apply_plan(
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     if isinstance(loaded, Plan):
         mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
-        return _applied(model, loaded, mesh, originals, compile=compile, check=reaction)
+        over_tp = mesh_for(loaded, mesh)
+        return _applied(model, loaded, mesh, originals, compile=compile, check=reaction, over_tp=over_tp)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
@@ -131,10 +135,11 @@ def _in_stages(
         error = found
     raise_on_all_ranks(error, PlanMismatchError)
     mesh = everywhere[_AXES]
+    over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
     group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
-        _applied(part, plan, mesh, own, compile=compile, check=check, group=group)
+        _applied(part, plan, mesh, own, compile=compile, check=check, group=group, over_tp=over_tp)
     if len(parts) > 1:
         joined(model, parts)
         keep_mesh(model, mesh)
@@ -151,8 +156,10 @@ def _applied(
     compile: bool,
     check: OnMismatch,
     group: dist.ProcessGroup | None = None,
+    over_tp: DeviceMesh | None = None,
 ) -> nn.Module:
-    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default."""
+    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default. `over_tp` is
+    the mesh of FSDP units over shard and tp."""
     device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
@@ -174,8 +181,8 @@ def _applied(
         broadcast_experts(model, loaded, of_experts)
     if compile:
         _compile_layers(model, loaded)
-    shard_data(model, loaded, mesh, of_experts)
-    keep_mesh(model, mesh, of_experts)
+    shard_data(model, loaded, mesh, of_experts, over_tp)
+    keep_mesh(model, mesh, of_experts, over_tp)
     check_shapes(model, loaded, check)
     check_calls(model, loaded, mesh.device_type, check, group)
     check_first_step(model, mesh, originals, group)

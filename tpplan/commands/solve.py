@@ -127,6 +127,12 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         help="all FSDP layers resharded after forward (3) or kept gathered (2) (default: decided for each layer)",
     )
     group.add_argument(
+        "--fsdp-over-tp",
+        choices=("yes", "no"),
+        help="FSDP layers sharded over shard and tp together, wherever tp can replicate their weights, or over shard "
+        "alone (default: decided where the fastest plan over shard alone has such layers, or none fits)",
+    )
+    group.add_argument(
         "--whole-gradients",
         action="store_true",
         help="keep FSDP's gradients whole between micro-batches and reduce them once a step: fewer collectives, more "
@@ -296,6 +302,7 @@ def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, An
         "optimizer": args.optimizer,
         "recompute": args.recompute,
         "reshard_after_forward": None if args.zero is None else args.zero == 3,
+        "fsdp_over_tp": None if args.fsdp_over_tp is None else args.fsdp_over_tp == "yes",
         "whole_gradients": args.whole_gradients,
         "compile": args.compile,
         "expert_imbalance": args.expert_imbalance,

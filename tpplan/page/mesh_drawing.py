@@ -6,10 +6,10 @@ A node is a row of its GPUs in the order of their ranks. Clusters larger than MO
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import Axis
 from tpplan.core.units import format_bytes
 from tpplan.plan.plan import Plan
-from tpplan.plan.report.words import placed, plural
+from tpplan.plan.report.words import axes_of, placed, plural
 
 MOST_NODES = 8
 #: GPUs of a node that are drawn
@@ -42,8 +42,7 @@ class AxisDrawing:
 
 def drawings(plan: Plan) -> tuple[AxisDrawing, ...]:
     """A drawing of each axis of the plan's mesh that has more than one rank, outermost first."""
-    axes = (*AXES, Axis.EP, Axis.EXPERT_SHARD) if plan.mesh.ep > 1 else AXES
-    return tuple(_drawing(plan, axis) for axis in axes if plan.mesh.size(axis) > 1)
+    return tuple(_drawing(plan, axis) for axis in axes_of(plan) if plan.mesh.size(axis) > 1)
 
 
 def group_of_first(plan: Plan, axis: Axis) -> range:

@@ -126,7 +126,12 @@ class FewerLayers:
             recompute=kept(plan.recompute),
             opaque=kept(plan.opaque) if plan.opaque is not None else None,
             experts=replace(experts, modules=kept(experts.modules)) if experts is not None else None,
-            fsdp=replace(plan.fsdp, units=names(plan.fsdp.units), exceptions=names(plan.fsdp.exceptions)),
+            fsdp=replace(
+                plan.fsdp,
+                units=names(plan.fsdp.units),
+                exceptions=names(plan.fsdp.exceptions),
+                over_tp=names(plan.fsdp.over_tp or ()) or None,
+            ),
         )
 
     def _ranges(self, pattern: str, ranges: str) -> str:

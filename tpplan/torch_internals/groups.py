@@ -50,6 +50,13 @@ def mesh_of_one() -> DeviceMesh:
     return RankMesh(1, 0)
 
 
+def regrouped(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of the ranks of `mesh`, in their order, with other axes; their sizes multiply to its size. Every rank must
+    call it."""
+    flat: DeviceMesh = mesh._flatten() if mesh.ndim > 1 else mesh
+    return flat._unflatten(0, sizes, names)
+
+
 @contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
     """Makes this process rank 0 of a default group of `ranks`, whose collectives do nothing. Raises ValueError where
@@ -80,6 +87,15 @@ def _meshes() -> bool:
     return (mesh.size(), mesh.get_group().rank()) == (4, 2) and local.tolist() == [4, 5]
 
 
+def _regrouping() -> bool:
+    if dist.is_initialized():  # a rank of a real job, whose peers may not run this probe
+        return callable(DeviceMesh._unflatten)
+    with fake_group(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        found = regrouped(mesh, (2, 4, 1), ("d", "e", "f"))
+        return tuple(found.shape) == (2, 4, 1) and found["e"].get_group().size() == 4
+
+
 def _fake_groups() -> bool:
     if dist.is_initialized():  # a rank of a real job, which cannot have a second default group
         return True
@@ -97,6 +113,12 @@ PROBES = (
         uses="DeviceMesh(_init_backend=False, _rank=...)",
         needed_for="the proof, which applies a plan as one rank of a mesh without processes",
         works=_meshes,
+    ),
+    Probe(
+        name="meshes with other axes",
+        uses="DeviceMesh._flatten, DeviceMesh._unflatten",
+        needed_for="FSDP over the shard and tp axes together",
+        works=_regrouping,
     ),
     Probe(
         name="fake process groups",

@@ -171,10 +171,10 @@ def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile) -> Plan:
 
 
 def chooses_alike(one: Plan, other: Plan) -> bool:
-    """True where two plans make the same choices: mesh, micro-batch, layouts, recomputation and resharding."""
+    """True where two plans make the same choices: mesh, micro-batch, layouts, recomputation, and how FSDP shards."""
     return _choices(one) == _choices(other)
 
 
 def _choices(plan: Plan) -> tuple[object, ...]:
     layouts = plan.parameter_plans(), plan.boundary_plans(), plan.size_plans(), plan.buffer_plans()
-    return plan.mesh, plan.batch, *layouts, plan.recomputed_modules(), plan.resharded_units()
+    return plan.mesh, plan.batch, *layouts, plan.recomputed_modules(), plan.resharded_units(), plan.units_over_tp()

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import Converter
 from tpplan.apply.collectives.tp_gradients import Reducer
-from tpplan.apply.modules.applied_mesh import mesh_of_experts
+from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, mesh_of_experts, mesh_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import AXES, Axis
@@ -84,6 +84,10 @@ class CollectiveLog(TorchDispatchMode):
         self._groups = _groups(mesh, AXES)
         if (of_experts := mesh_of_experts(model)) is not None:
             self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
+        if (over_tp := mesh_over_tp(model)) is not None:
+            for axis, name in ((Axis.REPLICATE, REPLICATE), (Axis.SHARD_TP, SHARD_TP)):
+                group = over_tp.get_group(name)
+                self._groups.setdefault(str(group.group_name), (str(axis), group.size()))
         self._modules = dict(_converters(model))
         #: (counts, module) of exchanges of experts' rows, by the counts' id, which backward has too
         self._exchanges: dict[int, tuple[Counts, str]] = {}

@@ -182,7 +182,12 @@ def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
         "recompute": plan.recompute,
         "opaque": plan.opaque or {},
     }
-    lists = {"draws": plan.draws, "fsdp.units": plan.fsdp.units, "fsdp.exceptions": plan.fsdp.exceptions}
+    lists = {
+        "draws": plan.draws,
+        "fsdp.units": plan.fsdp.units,
+        "fsdp.exceptions": plan.fsdp.exceptions,
+        "fsdp.over_tp": plan.fsdp.over_tp or (),
+    }
     found = {section: [(f".{key}", key) for key in keys] for section, keys in tables.items()}
     return found | {section: [(f"[{i}]", key) for i, key in enumerate(keys)] for section, keys in lists.items()}
 

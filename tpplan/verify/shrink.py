@@ -42,7 +42,8 @@ def _largest_divisor(degree: int, most: int) -> int:
 
 
 def on_mesh(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan on a mesh whose degrees divide its own; each rank keeps its micro-batches.
+    """The plan on a mesh whose degrees divide its own; each rank keeps its micro-batches. FSDP shards no units over
+    shard and tp on a mesh without shards.
 
     Raises UsageError where a size does not carry over, or where slices shared by ranks would not be shared by fewer
     ranks.
@@ -61,6 +62,7 @@ def on_mesh(plan: Plan, mesh: Mesh) -> Plan:
         cluster=replace(plan.cluster, gpus=mesh.num_gpus, gpus_per_node=min(mesh.num_gpus, plan.cluster.gpus_per_node)),
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=replace(batch, global_batch=whole),
+        fsdp=plan.fsdp if mesh.shard > 1 else replace(plan.fsdp, over_tp=None),
         sizes={
             name: tuple(_on_tp(size, name, plan.mesh.tp, mesh.tp) for size in sizes)
             for name, sizes in plan.sizes.items()
@@ -125,6 +127,7 @@ def with_layers(plan: Plan, count: int) -> Plan:
             plan.fsdp,
             units=tuple(filter(is_kept, plan.fsdp.units)),
             exceptions=tuple(filter(is_kept, plan.fsdp.exceptions)),
+            over_tp=tuple(filter(is_kept, plan.fsdp.over_tp or ())) or None,
         ),
         opaque=filtered(plan.opaque) if plan.opaque is not None else None,
     )

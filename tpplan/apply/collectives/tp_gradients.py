@@ -14,6 +14,9 @@ Inside `no_sync` summands stay unreduced until the next backward outside it.
 Hooks on a parameter's gradient and torch.autograd.grad need the sum at once: for them each read is all-reduced. A
 gradient that reaches a parameter other than through a read (a weight penalty in the loss) is whole on each rank: where
 it is added to summands, it is divided by t.
+
+Of a weight that FSDP shards over shard and tp, it averages gradients over tp too. A summand is multiplied by t there: t
+times it, averaged over tp, is the sum. What is whole on each rank is its own average.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +50,8 @@ class Slot:
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
     #: the last backward in which reads were all-reduced at once
     at_once: int = NO_BACKWARD
+    #: True where FSDP averages the gradient over tp too
+    is_averaged_over_tp: bool = False
 
     def parameter(self) -> nn.Parameter:
         """Returns the parameter that the optimizer holds: FSDP's sharded one, if any."""
@@ -143,6 +148,8 @@ class Reducer:
             slot.at_once = running
             total = all_reduce(summand, "sum", self.group)
             return total / self.group.size if slot.has_partial_gradient and not is_returned else total
+        if slot.is_averaged_over_tp:
+            return summand * self.group.size
         if not slot.has_partial_gradient:
             reduced = slot.gradient()
             if reduced is not None:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.apply.modules.applied_mesh import Applied
+from tpplan.apply.modules.applied_mesh import Applied, is_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_optimizers
 from tpplan.core.errors import UsageError
@@ -206,7 +206,7 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
     replicated = {
         name: local_part(parameter)
         for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate() and not is_over_tp(parameter)
     }
     return replicated | {name: b for name, b in model.named_buffers() if not isinstance(b, DTensor)}
 

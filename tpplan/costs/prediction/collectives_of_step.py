@@ -111,6 +111,8 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
         for (name, ep), own in _by_fsdp_module(unit).items():
             where = _where(assignment, name)
             axis, ranks = (Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD), mesh.shard // ep
+            if unit.name in assignment.over_tp:
+                axis, ranks = Axis.SHARD_TP, mesh.size(Axis.SHARD_TP)
             held = [source for source in own if not _is_beside_fsdp(assignment, source)]
             trained = [source for source in held if assignment.has_gradient(source)]
             gathered, reduced = _unit_bytes(assignment, held, trained)

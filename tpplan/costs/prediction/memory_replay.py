@@ -273,6 +273,10 @@ class _Replay:
     def _converted_back(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> Piece:
         value = self.graph.values[source.result]
         conversion = self.weights.reading(reading_name(reader, index)) if isinstance(reader, Op) else None
+        if source.label in self.weights.multiplied:
+            multiple = self.ledger.hold(Piece(TRANSIENTS, piece.num_bytes))
+            self.ledger.drop(piece)
+            return multiple
         if conversion is None:
             return piece
         move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)

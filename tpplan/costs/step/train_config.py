@@ -31,10 +31,14 @@ class Setting:
     recompute: Recompute | None = Recompute.NONE
     #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: the ILP decides for each
     reshard_after_forward: bool | None = True
+    #: True: FSDP shards each layer that can be over shard and tp together, False: none; None: the ILP decides for each
+    fsdp_over_tp: bool | None = None
     #: FSDP reduces gradients once a step, and a rank keeps them whole until then
     whole_gradients: bool = False
     #: the treatment of each unit, where it is decided
     treatments: Mapping[str, Treatment] | None = None
+    #: the units over shard and tp together, where it is decided
+    units_over_tp: frozenset[str] | None = None
     #: name of the first layer of each layer's family, where layers were alike before their treatments were decided
     kin: Mapping[str, str] | None = None
 

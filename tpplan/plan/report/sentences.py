@@ -148,8 +148,13 @@ def _fsdp(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> It
     for unit in plan.fsdp.units:
         if not any(_is_in(plan, key, unit) for key in keys):
             continue
-        own = [e for e in plan.collectives if e.where == unit and e.axis is Axis.SHARD]
+        own = [e for e in plan.collectives if e.where == unit and e.axis in (Axis.SHARD, Axis.SHARD_TP)]
         text = f"FSDP: each of {mesh.shard} ranks keeps 1/{mesh.shard} of the weights of {unit}"
+        names = [name for name, _ in plan.expand(unit)]
+        if wide := [name for name in names if name in plan.units_over_tp()]:
+            both, which = mesh.size(Axis.SHARD_TP), unit if len(wide) == len(names) else ranges(wide)
+            whole = f"each of {both} ranks, of shard and tp together, keeps 1/{both} of the weights of {which}"
+            text = f"FSDP: {whole}" if len(wide) == len(names) else f"{text}, but {whole}"
         sent = [f"{entry.during}, {_collective(entry, seconds_of)}" for entry in own]
         yield "; ".join([text, *sent]) + "."
 

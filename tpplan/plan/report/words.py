@@ -5,12 +5,19 @@ from collections.abc import Sequence
 from math import prod
 
 from tpplan.core.errors import PlanError
-from tpplan.core.mesh import Axis, GroupShape, Mesh
+from tpplan.core.mesh import AXES, Axis, GroupShape, Mesh
 from tpplan.core.name_patterns import format_ranges
 from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes
 from tpplan.plan.plan import BatchPlan, Plan, Prediction
 
 _AXES = {Axis.REPLICATE: "replicas", Axis.SHARD: "FSDP shards", Axis.TP: "tensor-parallel ranks"}
+
+
+def axes_of(plan: Plan) -> tuple[Axis, ...]:
+    """The axes over which a plan's ranks communicate, those of one rank included: those of the mesh, outermost first,
+    and those that divided experts, or layers over shard and tp, add."""
+    experts = (Axis.EP, Axis.EXPERT_SHARD) if plan.mesh.ep > 1 else ()
+    return (*AXES, *experts, *((Axis.SHARD_TP,) if plan.fsdp.over_tp else ()))
 
 
 def mfu(predicted: Prediction, num_gpus: int) -> float | None:

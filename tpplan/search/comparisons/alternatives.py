@@ -116,6 +116,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.batch.micro_batch,
         "recompute": modes[0],
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
+        "fsdp_over_tp": bool(plan.fsdp.over_tp),
     }
     told = {name: value for name, value in decisions.items() if _DEFAULTS[name].default is not None}
     if len(modes) > 1 and "recompute" in told:

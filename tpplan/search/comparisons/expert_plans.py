@@ -92,6 +92,7 @@ def _options(recipe: Recipe, problem: Problem, graph: ModelGraph, model: nn.Modu
         "fsdp": problem.cluster.gpus // tp if recipe.is_sharded else 1,
         "ep": 1,
         "all_gpus": True,
+        "fsdp_over_tp": False,
     }
     if recipe.reshards is not None:
         options["reshard_after_forward"] = recipe.reshards
