@@ -229,8 +229,7 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
             )
         except ModelError as error:
             raise model.locate(error) from error
-    if isinstance(plan, Plan):
-        plan = _with_request(plan, args)
+    plan = replace(plan, request=_request_of(args))
     if args.output is not None:
         plan.dump(args.output)
     print_any(plan, as_json=args.json)
@@ -287,8 +286,12 @@ def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProf
 
 
 def _with_request(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with the model and the command that it comes from."""
-    return replace(plan, request=RequestPlan(pins=pins_of(args), model=args.model, command=args.command))
+    return replace(plan, request=_request_of(args))
+
+
+def _request_of(args: argparse.Namespace) -> RequestPlan:
+    """The model and the command that a plan comes from."""
+    return RequestPlan(pins=pins_of(args), model=args.model, command=args.command)
 
 
 def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:
