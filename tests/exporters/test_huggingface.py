@@ -48,7 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"is_decoder": True, **NO_DROPOUT},
         {f"bert.encoder.layer.*.{name}": style for name, style in BERT.items()} | {"cls.predictions": "replicated"},
     ),
+    # heads that a bias and a mask have, too: these are whole, and so is what reads them
+    "encoder and decoder": ("t5", {"d_kv": 8, "d_ff": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0}, {}),
 }
+WHOLE_BETWEEN = ("two names of a bias", "encoder and decoder")
 LONG = pytest.mark.long
 BATCH, SEQ_LEN = 4, 16
 
@@ -64,7 +67,9 @@ def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
 
 def built(case: str) -> nn.Module:
     name, more, _ = CASES[case]
-    return transformers.AutoModelForCausalLM.from_config(config_of(name, more))
+    config = config_of(name, more)
+    family = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return family.from_config(config)
 
 
 def loss_of(output: Any, _inputs: object) -> Tensor:
@@ -150,7 +155,8 @@ def in_plain_torch(case: str, text: str) -> dict[str, Tensor]:
 def test_plain_torch_trains_with_it_as_one_process_does(case: str) -> None:
     text = exported(case, "pytorch")
     is_followed = "Weights are cut as planned, and tensors between the cut layers are whole" not in text
-    assert is_followed == (case == "two names of a bias")
+    assert is_followed == (case not in WHOLE_BETWEEN)
+    assert ("are gathered, and what reads them runs whole" in text) == (case == "encoder and decoder")
     torch.manual_seed(0)
     expected = gradients(built(case))
     for found in run_ranks(2, in_plain_torch, case, text):
