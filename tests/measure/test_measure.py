@@ -290,7 +290,7 @@ def test_mistakes_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="expected one dtype or more and a budget"):
         measure_compute(CPU, dtypes=[], budget_s=1.0, grid=TOY)
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="no process group; start with torchrun"):
+    with pytest.raises(UsageError, match="there is no process group: start with torchrun"):
         measure_collectives([2], MESSAGES, device=CPU, ranks_per_node=2, budget_s=1.0)
 
 

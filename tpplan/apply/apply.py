@@ -25,16 +25,17 @@ from torch.distributed.fsdp import FSDPModule
 from tpplan.apply.collectives.cross_entropy import ShardedClasses
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.row_bags import RowBags
-from tpplan.apply.data_parallel import AVERAGER, broadcast_replicas, leave_untouched, reduce_gradients, shard_data
-from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh
-from tpplan.apply.first_forward_check import check_calls
-from tpplan.apply.model_match import (
-    check_filled,
-    check_model,
-    module_called,
-    modules_by_name,
-    outermost_by_name,
+from tpplan.apply.data_parallel import (
+    AVERAGER,
+    broadcast_experts,
+    broadcast_replicas,
+    leave_untouched,
+    reduce_gradients,
+    shard_data,
 )
+from tpplan.apply.expert_parallel import divide_experts, experts_mesh
+from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.model_match import check_filled, check_model, module_called, modules_by_name, outermost_by_name
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
@@ -42,8 +43,8 @@ from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
-from tpplan.apply.pipeline import STAGES, check_everywhere, check_stages, run_in_stages
-from tpplan.apply.rank_agreement import check_ranks_agree
+from tpplan.apply.pipeline import STAGES, check_stages, run_in_stages
+from tpplan.apply.rank_agreement import check_ranks_agree, raise_on_all_ranks
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.core.mesh import Axis
@@ -52,6 +53,7 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.rank_stages import joined, stage_copies
+from tpplan.torch_internals.groups import group_of_all_axes
 from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
@@ -82,11 +84,12 @@ def apply_plan(
     run as many forwards, in evaluation too: one that is out of batches runs one again and leaves its result out. Under
     a plan of stages the model becomes this rank's stage, and trains by `model.step` (tpplan.apply.pipeline).
 
-    Raises UsageError without a process group or for a model that a plan was applied to before, PlanError for a plan
-    that cannot be read, and PlanMismatchError for a model, a number of ranks or ranks that the plan does not fit. An
-    error on one rank is raised on all ranks.
+    Raises UsageError without a process group, for a model that a plan was applied to before and for another `check`,
+    PlanError for a plan that cannot be read, and PlanMismatchError for a model, a number of ranks or ranks that the
+    plan does not fit. An error on one rank is raised on all ranks.
     """
     _check_ready(model)
+    reaction = OnMismatch.of(check)
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
     plans = (loaded,) if isinstance(loaded, Plan) else loaded.stages
@@ -98,11 +101,11 @@ def apply_plan(
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     if isinstance(loaded, Plan):
         mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
-        return _applied(model, loaded, mesh, originals, compile=compile, check=OnMismatch(check))
+        return _applied(model, loaded, mesh, originals, compile=compile, check=reaction)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
-    return _in_stages(model, loaded, everywhere, originals, compile=compile, check=OnMismatch(check))
+    return _in_stages(model, loaded, everywhere, originals, compile=compile, check=reaction)
 
 
 def _in_stages(
@@ -126,16 +129,16 @@ def _in_stages(
             check_filled(part, plan)
     except TpplanError as found:
         error = found
-    check_everywhere(error)
+    raise_on_all_ranks(error, PlanMismatchError)
     mesh = everywhere[_AXES]
-    group = mesh._flatten().get_group() if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
         _applied(part, plan, mesh, own, compile=compile, check=check, group=group)
     if len(parts) > 1:
         joined(model, parts)
         keep_mesh(model, mesh)
-    run_in_stages(model, parts, loaded, everywhere, reduce_gradients)
+    run_in_stages(model, parts, loaded, everywhere)
     return model
 
 
@@ -234,7 +237,7 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
 
 def _check_ready(model: nn.Module) -> None:
     """Raises UsageError without a process group, and for a model that is sharded already."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         raise UsageError(
             "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
         )

@@ -60,17 +60,32 @@ def leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     model.__dict__[AVERAGER] = averager
 
 
-@torch.no_grad()
 def broadcast_replicas(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
 ) -> None:
     """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard. Leaves out
     experts that are divided over ranks."""
+    divided = {id(weight) for weight in _divided_weights(model, plan)}
+    _broadcast([own for own in model.parameters() if id(own) not in divided], mesh, axes)
+
+
+def broadcast_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Gives ranks with the same experts the values of the first of them. `mesh` is that of the experts."""
+    _broadcast(_divided_weights(model, plan), mesh, (Axis.REPLICATE, Axis.EXPERT_SHARD))
+
+
+def _divided_weights(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """The parameters of the modules whose experts the plan divides."""
     modules = modules_by_name(model)
-    divided = {id(weight) for name in plan.expert_calls() for weight in modules[name].parameters()}
+    return [weight for name in plan.expert_calls() for weight in modules[name].parameters()]
+
+
+@torch.no_grad()
+def _broadcast(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, axes: Sequence[Axis]) -> None:
+    """Broadcasts local parts with values from the first rank of each axis, one axis after the other."""
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
-            for parameter in (own for own in model.parameters() if id(own) not in divided):
+            for parameter in parameters:
                 local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)

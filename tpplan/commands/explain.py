@@ -1,21 +1,22 @@
 """`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: alternatives to a plan, and their cost.
 
 Without further options it says, in sentences with the plan's numbers, what the plan does in the modules of that name,
-and needs no model. Every alternative is solved again to
-optimality: --why-not on the plan's mesh with all other choices free, --shadow-prices on all meshes of the cluster.
+and needs no model. Every alternative is solved again to optimality: --why-not on the plan's mesh with all other choices
+free, --shadow-prices on all meshes of the cluster.
 """
 
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import count
-from tpplan.commands.terminal.comparison import part_rows, signed, times
+from tpplan.commands.terminal.comparison import mesh_cell, part_rows, signed, times
 from tpplan.commands.terminal.output import aligned, print_answer, terminal_width
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import InfeasibleError, ModelError, ProfileError, UsageError
+from tpplan.core.errors import InfeasibleError, ProfileError, UsageError
 from tpplan.core.escapes import escaped_data
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_seconds
@@ -32,7 +33,7 @@ from tpplan.search.models.user_model import load_model_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.comparisons.alternatives import Alternative, Problem
+    from tpplan.search.comparisons.alternatives import Alternative
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Pins are the plan's, and those given here. The
@@ -81,10 +82,8 @@ def run(args: argparse.Namespace) -> int:
     code = 0
     if spec is not None and profile is not None:
         model = load_model_file(spec)
-        try:
+        with model.locating():
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
-        except ModelError as error:
-            raise model.locate(error) from error
     print_answer(lines, data, as_json=args.json)
     return code
 
@@ -178,19 +177,10 @@ def _solve_again(
     data: dict[str, object],
     lines: list[str],
 ) -> int:
-    from tpplan.search.comparisons.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.comparisons.alternatives import Problem, shadow_prices, why_not
     from tpplan.search.models.trace_cache import Reuse
-    from tpplan.search.points.options import Cluster
 
-    cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
-    problem = Problem(
-        build_model=model.build_model,
-        example_inputs=model.example_inputs,
-        cluster=cluster,
-        options=options_of(plan)
-        | {"loss": model.loss, "unused_outputs": model.unused_outputs, "pins": _pins(args, plan)},
-        reuse=Reuse(),
-    )
+    problem = Problem.of_plan(plan, model, profile, Reuse(), pins=pins_of(args))
     if profile.fingerprint != plan.cluster.profile_fingerprint:
         plan = _priced_again(plan, model, profile)
         lines += [f"The plan was made with another version of {plan.cluster.profile}; this one prices it here.", ""]
@@ -201,22 +191,11 @@ def _solve_again(
         data["why_not"] = _comparison_data(plan, other, profile)
         code = 0 if other.plan is not None else InfeasibleError.exit_code
     if args.shadow_prices:
-        free: Problem = _with_options(problem, tp=args.tp, fsdp=args.fsdp)
+        free = replace(problem, options={**problem.options, "tp": args.tp, "fsdp": args.fsdp})
         found = list(shadow_prices(free))
         lines += [*_price_lines(plan, found), ""]
         data["shadow_prices"] = [_price_data(found[0], alternative) for alternative in found]
     return code
-
-
-def _pins(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
-    """The plan's own pins, and those given now, which override them."""
-    return {**(plan.request.pins if plan.request is not None else {}), **pins_of(args)}
-
-
-def _with_options(problem: "Problem", **options: Any) -> "Problem":
-    from dataclasses import replace
-
-    return replace(problem, options={**problem.options, **options})
 
 
 def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Plan:
@@ -295,10 +274,7 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
         saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
         share = saved / base.plan.predicted.step_time_s
         numbers = ("", "") if alternative is base else (signed(saved, format_seconds, 1e-12), f"{share:.2%}")
-        degrees = own.mesh_degrees
-        mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
-        step = format_seconds(own.predicted.step_time_s)
-        rows.append((alternative.name, step, *numbers, mesh))
+        rows.append((alternative.name, format_seconds(own.predicted.step_time_s), *numbers, mesh_cell(own)))
     yield from (f"  {line}" for line in aligned(rows, left=(0, 4)))
     yield from (f"{row.name}: {row.problem}" for row in found if row.plan is None)
     if abs(base.plan.predicted.step_time_s / plan.predicted.step_time_s - 1) > 1e-6:

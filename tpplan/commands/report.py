@@ -16,22 +16,20 @@ from tpplan.commands.solve import STAGE_COLUMNS, check_output
 from tpplan.commands.terminal.output import wrote
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import ModelError, ProfileError, UsageError
+from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import write_atomically
-from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.profile import load_profile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.stages import stage_facts, stage_name
 from tpplan.plan.step_anatomy import Anatomy
-from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.model_spec import is_model
 from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from tpplan.page.step_drawing import StepDrawing
-    from tpplan.search.comparisons.alternatives import Problem
-    from tpplan.search.models.trace_cache import Reuse
 
 _OF_STAGES = "Each row below is one stage, as it runs alone, without waiting for others."
 _EPILOG = """\
@@ -94,30 +92,14 @@ def _anatomy(args: argparse.Namespace, plan: Plan, model_name: str) -> Anatomy:
     profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(model_name)
     from tpplan.anatomy.anatomy import anatomy
     from tpplan.anatomy.what_if import curves
+    from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.models.trace_cache import Reuse
 
     reuse = Reuse()
-    try:
+    with model.locating():
         found = anatomy(plan, model.build_model, model.example_inputs, profile=profile, loss=model.loss, reuse=reuse)
         if not args.what_if:
             return found
+        problem = Problem.of_plan(plan, model, profile, reuse)
         with bars(STAGE_COLUMNS) as progress:
-            return replace(found, curves=tuple(curves(_problem(plan, model, profile, reuse), plan, progress)))
-    except ModelError as error:
-        raise model.locate(error) from error
-
-
-def _problem(plan: Plan, model: ModelSpec, profile: HardwareProfile, reuse: "Reuse") -> "Problem":
-    """The problem that the plan answers, with its pins."""
-    from tpplan.search.comparisons.alternatives import Problem, options_of
-    from tpplan.search.points.options import Cluster
-
-    own = {"loss": model.loss, "unused_outputs": model.unused_outputs}
-    pins = dict(plan.request.pins) if plan.request is not None else {}
-    return Problem(
-        build_model=model.build_model,
-        example_inputs=model.example_inputs,
-        cluster=Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile),
-        options={**options_of(plan), **own, "pins": pins},
-        reuse=reuse,
-    )
+            return replace(found, curves=tuple(curves(problem, plan, progress)))

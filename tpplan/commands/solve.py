@@ -13,7 +13,7 @@ from tpplan.commands.terminal.output import print_any, print_lines, print_plan, 
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import ModelError, PlanError, UsageError
+from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
 from tpplan.core.strict_json import MOST
@@ -175,10 +175,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--virtual-stages with --pp {args.pp}: expected --pp N with N above 1")
     if args.pp != 1:
         return _run_stages(args, model, profile)
-    try:
+    with model.locating():
         plan, kinds = _solve(args, model, profile)
-    except ModelError as error:
-        raise model.locate(error) from error
     written = dict(_files(args, plan, kinds))
     for path, own in written.items():
         own.dump(path)
@@ -203,33 +201,30 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
         raise UsageError("--pp: --top and --ep are for models in one stage; leave them out")
     batch = ("global_batch", "seq_len", "micro_batch")
     training = training_options(args, model)
-    with bars(STAGE_COLUMNS) as progress:
-        try:
-            in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
-            solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
-            plan = solve(
-                model.build_model,
-                model.example_inputs,
-                cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
-                global_batch=args.global_batch,
-                seq_len=training["seq_len"],
-                micro_batch=None if args.micro_batch == "auto" else args.micro_batch,
-                options=Options(
-                    loss=model.loss,
-                    unused_outputs=tuple(model.unused_outputs),
-                    tp=args.tp,
-                    fsdp=args.fsdp,
-                    memory_limit_bytes=args.memory_limit,
-                    solver=args.solver,
-                    time_limit_s=args.time_limit,
-                    pins=pins_of(args),
-                    **{name: value for name, value in training.items() if name not in batch},
-                ),
-                prove=args.prove,
-                progress=progress,
-            )
-        except ModelError as error:
-            raise model.locate(error) from error
+    with model.locating(), bars(STAGE_COLUMNS) as progress:
+        in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
+        solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
+        plan = solve(
+            model.build_model,
+            model.example_inputs,
+            cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
+            global_batch=args.global_batch,
+            seq_len=training["seq_len"],
+            micro_batch=None if args.micro_batch == "auto" else args.micro_batch,
+            options=Options(
+                loss=model.loss,
+                unused_outputs=tuple(model.unused_outputs),
+                tp=args.tp,
+                fsdp=args.fsdp,
+                memory_limit_bytes=args.memory_limit,
+                solver=args.solver,
+                time_limit_s=args.time_limit,
+                pins=pins_of(args),
+                **{name: value for name, value in training.items() if name not in batch},
+            ),
+            prove=args.prove,
+            progress=progress,
+        )
     plan = replace(plan, request=_request_of(args))
     if args.output is not None:
         plan.dump(args.output)

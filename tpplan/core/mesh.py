@@ -19,9 +19,9 @@ MAX_COUNT = 2**32
 
 
 class Axis(StrEnum):
-    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES); and the two parts of the shard
-    axis of a model whose experts are divided: groups with different experts, and ranks with the same experts, over
-    which FSDP shards them."""
+    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES). Where experts are divided, the
+    shard axis has two parts: EP, ranks with different experts, and EXPERT_SHARD, ranks with the same experts, over
+    which FSDP shards these."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -176,7 +176,8 @@ def meshes(
     """
     for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
         if degree is not None and (degree < 1 or gpus % degree):
-            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
+            listed = ", ".join(map(str, divisors(gpus)))
+            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {listed}")
     for tp_degree in (tp,) if tp else tp_degrees(gpus, gpus_per_node, across_nodes=across_nodes):
         for shard in (fsdp,) if fsdp else divisors(gpus // tp_degree):
             if (gpus // tp_degree) % shard == 0:

@@ -42,7 +42,8 @@ def at_own_layers(laid: LaidOut, *, gathers: bool = False) -> tuple[dict[str, St
     """Returns the style of every module with parameters, by name, and the model laid out by these styles alone.
 
     Weights are cut as planned. With `gathers`, layers whose slices code cannot read in these layouts give whole
-    outputs, and what follows runs whole. Raises ExportError where the model is then not the same, or a layer has no style.
+    outputs, and what follows runs whole. Raises ExportError where the model is then not the same, or a layer has no
+    style.
     """
     styles = _styles(laid, {}, gathers=gathers)
     try:
@@ -84,7 +85,7 @@ def _styles(laid: LaidOut, known: Mapping[str, Style], *, gathers: bool) -> dict
     Where layouts fit only if an output is gathered before the model's own loss, or a replicated weight's gradient is
     summed, the layer's style says so.
     """
-    owned = _owned(laid.plan)
+    owned = owned_parameters(laid.plan)
     modules = dict(laid.model.named_modules(remove_duplicate=False))
     styles = {name: _style(laid, name, modules[name], owned[name]) for name in modules if name in owned}
     styles |= known
@@ -109,8 +110,8 @@ def _unsaid(plan: Plan, problem: Mistyped) -> ExportError:
     return ExportError(f"{_ALONE} {problem.message}: use apply_plan")
 
 
-def _owned(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
-    """Returns the plans of parameters by owning module and attribute."""
+def owned_parameters(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
+    """Returns the plans of parameters by owning module, for each of their names, and by attribute."""
     found: dict[str, dict[str, ParameterPlan]] = {}
     for label, parameter in plan.parameter_plans().items():
         for name in (label, *parameter.aliases):

@@ -7,7 +7,6 @@ be expressed so. Such plans are written with the same cuts of weights, but with 
 alone (tpplan.exporters._own_layers), and the file says so; where that is another model, they are refused.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from tpplan.core.graph import LEFT_AT, Boundary, Direction
 from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
-from tpplan.exporters._own_layers import Style, at_own_layers
+from tpplan.exporters._own_layers import Style, at_own_layers, owned_parameters
 from tpplan.exporters._pytorch_file import Styles, file_text
 from tpplan.plan.plan import ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
@@ -147,12 +146,7 @@ class _StyleFinder:
     @cached_property
     def _owned(self) -> dict[str, dict[str, ParameterPlan]]:
         """Parameters by owning module and attribute."""
-        found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
-        for canonical, parameter in self.laid.plan.parameter_plans().items():
-            for label in (canonical, *parameter.aliases):
-                owner, _, attribute = label.rpartition(".")
-                found[owner][attribute] = parameter
-        return found
+        return owned_parameters(self.laid.plan)
 
     def _is_by_name_alone(self, name: str) -> bool:
         """True where another module has the same parameters and reads them, and this one does not."""

@@ -16,17 +16,15 @@ from tpplan.layouts.fused.extra_layouts import find_extra_layouts
 from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.readings import Reading, sliced_buffers
 from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
+from tpplan.layouts.rules.embedding import EMBEDDING
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 
 #: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
 
-EMBEDDING = "aten.embedding.default"
-CROSS_ENTROPY = "tpplan.cross_entropy.default"
-BAGS = "tpplan.embedding_bag.default"
-
 
 class NoLayoutError(ModelError):
-    """A decision has no strategy left; `decision` is its name."""
+    """A decision has no strategy left; `decision` is its name, which tpplan.search.diagnose puts into words."""
 
     def __init__(self, decision: str, tp: int) -> None:
         super().__init__(f"{decision}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")

@@ -8,9 +8,10 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGra
 from tpplan.core.layout import Conversion, Layout, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.rules import Call, call_strategies, draws
+from tpplan.layouts.rules.embedding import BAGS
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan
 

@@ -46,6 +46,8 @@ CALIBRATED_PART = 0.25
 MOST_GROWTH = 16
 #: most calls queued at a time: a GPU's queue holds about a thousand kernels, and a call may launch several
 MOST_QUEUED_CALLS = 100
+#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
+ISSUED_STEPS = 3
 #: length of the pause before a GPU's window, over the time to queue the window's calls
 PAUSE_MARGIN = 1.5
 #: no GPU's clock is faster; pauses are given in cycles, and must not be too short
@@ -106,6 +108,14 @@ class Stopwatch:
             elapsed.append((time.perf_counter() - start) / calls)
         synchronize(self.device)
         return np.array(slowest(self.device, elapsed))
+
+    def step_issue_samples(self, step: Callable[[], object]) -> Array:
+        """Seconds that the slowest rank's CPU needs to issue a step of many kernels, one for each repeat; on a CPU
+        seconds of the step, which is issued and run in one."""
+        if self.device.type == "cpu":
+            return self.samples(step)
+        step()  # lazy initialisation
+        return self.issue_samples(step, calls=ISSUED_STEPS)
 
     def _beside(self, call_s: float) -> int:
         """Number of calls before a window, and after it; 0 for a rank that is alone."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tpplan.core.mesh import AXES, Axis
 from tpplan.core.units import format_bytes
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.words import placed, plural
 
 MOST_NODES = 8
 #: GPUs of a node that are drawn
@@ -57,7 +58,7 @@ def _drawing(plan: Plan, axis: Axis) -> AxisDrawing:
     return AxisDrawing(
         axis=axis,
         ranks=shape.ranks,
-        place="within a node" if shape.nodes == 1 else f"across {shape.nodes} nodes",
+        place=placed(shape),
         sent=_sent(plan, axis),
         nodes=tuple(_nodes(plan, group_of_first(plan, axis))),
         left_out=_left_out(plan),
@@ -68,8 +69,7 @@ def _sent(plan: Plan, axis: Axis) -> str:
     entries = [entry for entry in plan.collectives if entry.axis is axis]
     count = sum(entry.count for entry in entries)
     num_bytes = sum(entry.count * entry.num_bytes for entry in entries)
-    noun = "collective" if count == 1 else "collectives"
-    return f"{count} {noun} of {format_bytes(num_bytes)} in all" if count else "no collectives"
+    return f"{plural(count, 'collective')} of {format_bytes(num_bytes)} in all" if count else "no collectives"
 
 
 def _nodes(plan: Plan, group: range) -> Iterator[tuple[Cell, ...]]:

@@ -13,7 +13,7 @@ from tpplan.page.bars import Bar
 from tpplan.page.render import rendered
 from tpplan.page.step_drawing import StepDrawing, legend
 from tpplan.plan.plan import Plan
-from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s, unit_of
 
 _TITLES = ("GPUs", "mesh", "micro", "step", "per second", "MFU", "peak")
 
@@ -96,7 +96,7 @@ def _cells(plan: Plan) -> tuple[str, ...]:
         f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
         f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
         f"{format_seconds(predicted.step_time_s)} ± {format_seconds(predicted.step_time_error_s)}",
-        "" if rate is None else f"{format_count(rate)} {'tokens' if plan.batch.seq_len > 1 else 'samples'}",
+        "" if rate is None else f"{format_count(rate)} {unit_of(plan.batch)}",
         "" if used is None else f"{used:.0%}",
-        gib(predicted.peak_memory_bytes + predicted.slack_bytes),
+        gib(predicted.held_bytes),
     )

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
+from tpplan.core.graph import enclosing
 from tpplan.core.mesh import MAX_GPUS, Mesh
-from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, module_name, parse_ranges, substitute
+from tpplan.core.name_patterns import ROOT, block_of, is_pattern, module_name, parse_ranges, substitute
 from tpplan.core.strict_json import MAX_INTEGER, Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.sections.modes import Compile, Pass, Precision, Recompute, WorkKind, uses_fsdp
@@ -246,7 +247,7 @@ class Plan:
     def row_bags(self) -> dict[str, tuple[int, ...]]:
         """Module name ("" for the root) -> numbers of rows of the tables of which its forward adds up a rank's own in
         bags, with patterns expanded."""
-        return {"" if name == ROOT else name: counts for name, (counts, _) in self._expanded(self.bags or {}).items()}
+        return self._by_module(self.bags or {})
 
     def drawing_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
@@ -322,7 +323,7 @@ class Plan:
                 yield f"fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root"
         regions = self.recomputed_modules()
         for inner in regions:  # whose ops would run three times
-            if (region := next(filter(regions.__contains__, holders(inner)), None)) is not None:
+            if (region := next(filter(regions.__contains__, enclosing(inner)[1:]), None)) is not None:
                 yield f"recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
 
     def _wrong_degrees(self) -> Iterator[str]:

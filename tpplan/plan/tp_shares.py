@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tpplan.core.strict_json import Amount, Count
 
-#: how a reason begins that holds for the plan's machine alone
+#: the beginning of a reason that holds for the plan's machine alone
 BY_PRICES = "faster so by the prices"
 #: of a step's FLOPs or seconds: a module of which less runs whole is not listed
 LISTED_SHARE = 0.01

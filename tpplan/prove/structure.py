@@ -9,8 +9,8 @@ that it has.
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
 (tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes), and
-the result is compared again. The rules themselves are validated by brute force;
-the other half of the proof is tpplan.layouts.typecheck.
+the result is compared again. The rules themselves are validated by brute force; the other half of the proof is
+tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
@@ -239,15 +239,12 @@ def digest_of(plan: Plan) -> PlanDigest:
         for name, entry in table.items():
             for module in enclosing(name):
                 inside[module].append((kind, name, repr(entry), ()))
-    for name, parameter in plan.parameter_plans().items():
-        reads = tuple((reader, str(layout)) for reader, layout in parameter.reads.items())
+    read = [(len(tables), name, repr(own.placement), own.reads) for name, own in plan.parameter_plans().items()]
+    read += [(len(tables) + 1, name, "", own.reads) for name, own in plan.buffer_plans().items()]
+    for kind, name, placement, layouts in read:
+        reads = tuple((reader, str(layout)) for reader, layout in layouts.items())
         for module in enclosing(name):
-            inside[module].append((len(tables), name, repr(parameter.placement), reads))
-
-    for name, buffer in plan.buffer_plans().items():
-        reads = tuple((reader, str(layout)) for reader, layout in buffer.reads.items())
-        for module in enclosing(name):
-            inside[module].append((len(tables) + 1, name, "", reads))
+            inside[module].append((kind, name, placement, reads))
 
     @cache
     def plan_digest(module: str) -> object:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import PlanMismatchError, SolverError
+from tpplan.core.errors import SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -13,10 +13,7 @@ from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.prediction.step_time import price as price_assignment
 from tpplan.costs.step.formulate import Formulation
-from tpplan.experts.expert_share import whole_shape
-from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
-from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
 from tpplan.search.expert_degrees import every_degree
@@ -79,9 +76,9 @@ def solve(
     (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
     modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which
-    strategies of a decision may be chosen.
-    `reuse` is what several calls for one model share (tpplan.search.models.trace_cache). Raises ModelError,
-    ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
+    strategies of a decision may be chosen. `reuse` is what several calls for one model share
+    (tpplan.search.models.trace_cache). Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError
+    with what would fit.
     """
     options = Options(
         loss=loss,
@@ -146,7 +143,7 @@ def price_mesh(
     solver, points, _ = prepare(request, unlimited)
     candidate = solver.solve_point(points[-1])
     if candidate.solution.choice is None:
-        raise SolverError(f"{points[-1].mesh}: {candidate.solution.status}")
+        raise SolverError(f"no plan on {points[-1].mesh} with micro-batch {micro_batch}: {candidate.solution.status}")
     return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
 
 
@@ -181,12 +178,7 @@ def price(
     subject = Subject.of_plan(loaded, build_model, example_inputs, loss, profile=machine)
     traces = TraceCache(subject, Reuse())
     traced = traces.traced(loaded.batch.micro_batch)
-    named = traced.model.named_parameters(remove_duplicate=False)
-    rows = {name: (whole_shape(traced.model, name, weight), weight.requires_grad) for name, weight in named}
-    check_parameters(loaded, rows)
-    assignment = traced.assignment_of(loaded)
-    if isinstance(assignment, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    assignment = traced.fitting(loaded)
     priced = price_assignment(assignment, machine, per_node, traces.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # documented, untyped
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, untyped
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 # Importing it registers the backend.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpplan.torch_internals.probes import Probe
-
-__all__ = ["PROBES", "FileStore", "PrefixStore", "RankMesh", "Store", "default_store", "fake_group", "mesh_of_one"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,11 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def group_of_all_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh whose axes have names; every rank of the default group calls this."""
+    return mesh._flatten().get_group()
+
+
 def default_store() -> Store:
     """The store of the default process group. Raises ValueError where there is no default group."""
     return dist.distributed_c10d._get_default_store()
@@ -83,7 +86,9 @@ def _fake_groups() -> bool:
     with fake_group(8):
         found = torch.ops._c10d_functional.all_gather_into_tensor(torch.zeros(2), 8, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         is_store = isinstance(default_store(), Store)
-        return tuple(torch.ops._c10d_functional.wait_tensor(found).shape) == (16,) and is_store
+        is_gathered = tuple(torch.ops._c10d_functional.wait_tensor(found).shape) == (16,)
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("first", "second"))
+        return is_gathered and is_store and group_of_all_axes(mesh).size() == 8
 
 
 PROBES = (
@@ -95,8 +100,8 @@ PROBES = (
     ),
     Probe(
         name="fake process groups",
-        uses="torch.testing._internal.distributed.fake_pg, distributed_c10d._get_default_store",
-        needed_for="`tpplan verify --dry`, `tpplan.guard`",
+        uses="torch.testing._internal.distributed.fake_pg, distributed_c10d._get_default_store, DeviceMesh._flatten",
+        needed_for="`tpplan verify --dry`, `tpplan.guard`, models in stages",
         works=_fake_groups,
     ),
 )

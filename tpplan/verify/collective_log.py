@@ -26,6 +26,7 @@ from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import ROOT
+from tpplan.costs.runs.kernels import dtype_name
 from tpplan.experts.exchange import Counts
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_in
@@ -66,6 +67,9 @@ class Issued:
     during: Pass
     dtype: str
     num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind} of {self.num_bytes} bytes ({self.dtype}) over {self.axis}, {self.during}"
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -112,7 +116,7 @@ class CollectiveLog(TorchDispatchMode):
             kind=str(kind) if kind is not None else name,
             axis=axis,
             during=Pass.STEP if isinstance(owner, Reducer | Averager) else self._during,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+            dtype=dtype_name(tensors[0].dtype) if tensors else "none",
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
 
@@ -188,11 +192,7 @@ class Difference:
     issued: int
 
     def __str__(self) -> str:
-        found = self.collective
-        return (
-            f"{found.where}: {found.kind} of {found.num_bytes} bytes ({found.dtype}) over {found.axis}, "
-            f"{found.during}: planned {self.planned}, issued {self.issued}"
-        )
+        return f"{self.collective}: planned {self.planned}, issued {self.issued}"
 
 
 def listed(plan: Plan) -> Counter[Issued]:

@@ -29,7 +29,8 @@ def smaller_mesh(mesh: Mesh, ranks: int) -> Mesh:
     tp = _largest_divisor(mesh.tp, ranks)
     if tp == 1 < mesh.tp:
         least = divisors(mesh.tp)[1]
-        raise UsageError(f"the plan has tp = {mesh.tp}, which {ranks} rank cannot run: give at least {least} ranks")
+        found = f"{ranks} rank{'s' * (ranks > 1)}"
+        raise UsageError(f"the plan has tp = {mesh.tp}, which {found} cannot run: give at least {least} ranks")
     rest = ranks // tp
     has_both = min(mesh.replicate, mesh.shard) > 1 and rest >= 2 * divisors(mesh.replicate)[1]
     shard = _largest_divisor(mesh.shard, rest // divisors(mesh.replicate)[1] if has_both else rest)

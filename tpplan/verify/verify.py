@@ -122,7 +122,7 @@ def verify_plan(
     subject = Subject(spec=spec, dropped=dropped_layers(loaded, layers) if layers is not None else frozenset())
     ran = _what_ran(loaded, shrunk, dry=dry, layers=layers)
     try:
-        with quiet(), _stage(progress, "prove"):
+        with quiet(), _stage(progress, "prove"), spec.locating():
             is_whole = shrunk is loaded
             proven = prove_plan(shrunk, subject.build, spec.example_inputs, loss=spec.loss, is_as_solved=is_whole)
             whole = proven

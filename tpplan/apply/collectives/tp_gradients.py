@@ -16,7 +16,7 @@ gradient that reaches a parameter other than through a read (a weight penalty in
 it is added to summands, it is divided by t.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -164,7 +164,10 @@ class Reducer:
             if slot.has_partial_gradient and (gradient := slot.gradient()) is not None
         ]
         for bucket in buckets([gradient for _, gradient in due], BUCKET_BYTES):
-            _all_reduce_bucket(bucket, self.group)
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                all_reduce_in_place(bucket[0], self.group)
+            else:
+                change_as_one(bucket, lambda flat: all_reduce_in_place(flat, self.group))
         for slot, _ in due:
             slot.has_partial_gradient = False
 
@@ -184,12 +187,10 @@ def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tenso
             yield [alike[position] for position in positions]
 
 
-def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        all_reduce_in_place(bucket[0], group)
-        return
+def change_as_one(bucket: list[Tensor], change: Callable[[Tensor], None]) -> None:
+    """Changes tensors in place: change(flat) changes a flat copy of all, whose parts are copied back."""
     flat = torch.cat([tensor.flatten() for tensor in bucket])
-    all_reduce_in_place(flat, group)
+    change(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     copy_each(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 

@@ -22,6 +22,17 @@ def part_rows(plan: AnyPlan, other: AnyPlan) -> Iterator[Row]:
     yield from ((f"  {name}", *sizes(ours, theirs)) for name, ours, theirs in memory_differences(plan, other))
 
 
+def mesh_cell(plan: Plan) -> str:
+    """The degrees of a plan's mesh: replicas x FSDP shards x tp ranks."""
+    degrees = plan.mesh_degrees
+    return f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
+
+
+def batch_cell(plan: Plan) -> str:
+    """The samples at once on a rank x the micro-batches of a step."""
+    return f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}"
+
+
 def times(ours: float, theirs: float) -> tuple[str, str, str]:
     """Two times in seconds, and their difference, as text."""
     return format_seconds(ours), format_seconds(theirs), signed(theirs - ours, format_seconds, 1e-12)

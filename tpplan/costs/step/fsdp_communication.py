@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups
@@ -173,16 +172,12 @@ class FsdpCommunication:
 
     def copies_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         """Seconds of copies of one gather of a unit and of one reduction (_copied)."""
-        own, rate = self.parameter_bytes, self._seconds_per_copied_byte
+        own, rate = self.parameter_bytes, self.setting.seconds_per_moved_byte
         found: tuple[list[Expression], list[Expression]] = ([], [])
         for ep in unit.divisions or (1,):
             for expressions, shares in zip(found, self._copied(self.mesh.shard // ep), strict=True):
                 expressions.append(scaled(own.of(unit, *shares, ep=ep), rate))
         return added(*found[0]), added(*found[1])
-
-    @property
-    def _seconds_per_copied_byte(self) -> float:
-        return self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
 
     def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
         """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
@@ -197,12 +192,8 @@ class FsdpCommunication:
         return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
 
     def _copies(self) -> Iterator[Term]:
-        rate, steps, reductions = (
-            self._seconds_per_copied_byte,
-            self.setting.accumulation_steps,
-            self.setting.reductions,
-        )
-        own, timed = self.parameter_bytes, self.groups.timed
+        rate, own, timed = self.setting.seconds_per_moved_byte, self.parameter_bytes, self.groups.timed
+        steps, reductions = self.setting.accumulation_steps, self.setting.reductions
         every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
         for units, is_again in ((every, False), (again, True)):

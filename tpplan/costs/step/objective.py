@@ -214,7 +214,7 @@ class Objective:
 
     def _accumulation(self) -> Iterator[Term]:
         """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard, or all."""
-        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        rate = self.setting.seconds_per_moved_byte
         ranks = 1 if self.setting.whole_gradients else self.mesh.shard
         if added := self.setting.accumulation_steps - 1:
             for expression in self.parameter_bytes.by_placement((1.0, self.parameter_bytes.gradients)):
@@ -223,11 +223,10 @@ class Objective:
     def _optimizer(self) -> Iterator[Term]:
         """Seconds of the optimizer's step: it reads parameter, gradient and states, and writes parameter and states. On
         a GPU the longer of moving and issuing counts, on a CPU their sum."""
-        profile = self.setting.profile
-        rate = profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES / self.mesh.shard
+        rate = self.setting.seconds_per_moved_byte / self.mesh.shard
         issuing_s = self.optimizer_issue().seconds
         moved = (3.0, self.parameter_bytes.gradients), (2.0, self.parameter_bytes.states)
-        if issuing_s and profile.device_type == "cuda":
+        if issuing_s and self.setting.profile.device_type == "cuda":
             whole = self.parameter_bytes.of(None, *moved)
             yield Term(name=OPTIMIZER, expressions=(scaled(whole, rate), Expression(constant=issuing_s)))
             return

@@ -22,7 +22,7 @@ from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.assignment import Assignment, master_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
-from tpplan.layouts.readings import reading_conversion
+from tpplan.layouts.readings import has_partial_gradient, reading_conversion
 from tpplan.plan.optimizers import Optimizer, optimizer_named
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, added, merged, scaled
@@ -312,6 +312,14 @@ class Weights:
     def trainable(self) -> tuple[Source, ...]:
         """Parameters that train: they have gradients and optimizer states."""
         return tuple(source for source in self.assignment.graph.parameters if source.trainable)
+
+    @cached_property
+    def summands(self) -> tuple[Source, ...]:
+        """Parameters that train, and whose gradients on a tp rank are summands: they are summed over tp once a step."""
+        own = self.assignment
+        return tuple(
+            s for s in self.trainable if any(has_partial_gradient(own.strategy(r.name)) for r in own.readings[s.label])
+        )
 
     def states(self) -> float:
         """Bytes of the optimizer's states on a rank."""

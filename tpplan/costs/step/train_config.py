@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.machine.profile import HardwareProfile
@@ -40,6 +41,11 @@ class Setting:
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
         return master_bytes(self.precision, dtype)
+
+    @property
+    def seconds_per_moved_byte(self) -> float:
+        """Seconds per byte of kernels that read and write a full bucket of gradients."""
+        return self.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
 
     @property
     def reductions(self) -> int:

@@ -12,7 +12,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, Recompute
-from tpplan.plan.report.words import format_count, gib, model_size, plural, ranges, samples, short_hash
+from tpplan.plan.report.words import format_count, gib, model_size, placed, plural, ranges, samples, short_hash
 
 _BAR_WIDTH = 20
 _PRECISION = {
@@ -38,8 +38,6 @@ _AXES = {
     Axis.EP: "{ranks} neighbours on the shard axis divide experts; rows go to the rank that has theirs",
     Axis.EXPERT_SHARD: "{ranks} ranks have the same experts; FSDP shards these among them",
 }
-
-
 _OF_EXPERTS = (Axis.EP, Axis.EXPERT_SHARD)
 
 
@@ -96,8 +94,7 @@ def _model_line(plan: Plan) -> str:
 
 def _axis_line(plan: Plan, axis: Axis) -> str:
     group = plan.mesh.group(axis, plan.cluster.gpus_per_node)
-    place = "within a node" if group.nodes == 1 else f"across {group.nodes} nodes"
-    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({place})"
+    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({placed(group)})"
 
 
 def _recompute_line(plan: Plan) -> str:
@@ -216,7 +213,7 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
 
 
 def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Lines on modules that run otherwise than by layouts alone: sizes, losses, bags, buffers, dropout."""
+    """Yields lines on modules that need more than layouts: sizes, losses, bags, buffers, dropout."""
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"

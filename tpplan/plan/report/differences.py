@@ -1,4 +1,4 @@
-"""Two plans side by side: seconds and bytes by part, and the settings and modules that are otherwise."""
+"""Two plans side by side: seconds and bytes by part, and the settings and modules in which they differ."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ def _seconds_by_stage(plan: AnyPlan) -> dict[str, float]:
 
 
 def setting_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, str, str]]:
-    """(name, in the plan, in the other) of what was planned and is not the same; "" where one does not say it."""
+    """(name, text in the plan, text in the other) of each setting that differs; "" where a plan lacks it."""
     ours, theirs = (_joined(_setting(own)) for own in (plan, other))
     names = dict.fromkeys((*ours, *theirs))
     return [(n, ours.get(n, ""), theirs.get(n, "")) for n in names if ours.get(n) != theirs.get(n)]
@@ -62,7 +62,8 @@ def _setting(plan: AnyPlan) -> Iterable[tuple[str, str]]:
 
 
 def module_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, str, str]]:
-    """(modules, how the plan lays their weights out, how the other does), like siblings as one; without those alike."""
+    """(modules, their style in the plan, their style in the other) where styles differ; siblings that differ alike
+    share an entry."""
     ours, theirs = (_styles(own) for own in (plan, other))
     groups: dict[tuple[str, str, str], list[str]] = {}
     for key in dict.fromkeys((*ours, *theirs)):
@@ -108,7 +109,7 @@ def _styles_of_one(plan: Plan) -> dict[str, str]:
 
 
 def _joined(rows: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Name -> text, lines without a name left out: they explain the one before."""
+    """Name -> text, without unnamed lines, which explain the line before."""
     return {name: text for name, text in rows if name}
 
 

@@ -1,12 +1,13 @@
-"""Says in sentences what a plan does in some modules, with its own numbers, to who never heard of splitting layers."""
+"""Says in sentences what a plan does in some modules, with its numbers, to readers new to tensor parallelism."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
+from tpplan.plan.compress_names import pattern_in
 from tpplan.plan.plan import CollectivePlan, Pass, Plan, Recompute
-from tpplan.plan.report.layer_table import ModuleRow, generic, module_rows
+from tpplan.plan.report.layer_table import ModuleRow, module_rows
 from tpplan.plan.report.words import plural, ranges
 from tpplan.plan.styles import Style
 
@@ -22,13 +23,15 @@ def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -
         gpus = plural(plan.mesh.num_gpus, "GPU")
         yield f"No layer is split (tp 1): each of {gpus} runs these modules whole, on its own part of the batch."
     said: set[str] = set()
-    converting = {_place(plan, row.key) for row in rows if _converts(row)}
+    converting = {pattern_in(plan, row.key) for row in rows if _converts(row)}
     groups: dict[tuple[object, ...], list[ModuleRow]] = {}
     for row in rows:
         groups.setdefault(_alike(row), []).append(row)
     for own in groups.values():
         found = {
-            _place(plan, row.key): None for row in own if _converts(row) or _place(plan, row.key) not in converting
+            pattern_in(plan, row.key): None
+            for row in own
+            if _converts(row) or pattern_in(plan, row.key) not in converting
         }
         places = [place for place in found if place not in said]
         said.update(places)
@@ -50,11 +53,6 @@ def _alike(row: ModuleRow) -> tuple[object, ...]:
     """A key that is equal for modules of which one sentence speaks: siblings of a style that convert nothing."""
     alone = () if row.main is not None and not _converts(row) else (row.key,)
     return row.key.rpartition(".")[0], row.style, *alone
-
-
-def _place(plan: Plan, key: str) -> str:
-    """The name under which a plan counts the collectives of a module."""
-    return generic(plan, key)[1] or key
 
 
 def _names(rows: Sequence[ModuleRow]) -> str:
@@ -111,7 +109,7 @@ def _heads(row: ModuleRow, plan: Plan, slices: int) -> str:
     """The heads that a GPU has of those along the split dim: `8 of 32 heads`; "" where none are known there."""
     known = plan.tp_shares.heads if plan.tp_shares is not None else None
     labels = [f"{row.key}.{name}" for name, parameter in row.parameters.items() if parameter is row.main]
-    places = [*labels, *(generic(plan, label)[1] or label for label in labels)]
+    places = [*labels, *(pattern_in(plan, label) for label in labels)]
     counts = next((own for place in places if (own := (known or {}).get(place))), ())
     if not counts or any(count % slices for count in counts):
         return ""
@@ -177,7 +175,7 @@ def _fsdp(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> It
 
 def _is_in(plan: Plan, key: str, unit: str) -> bool:
     """True for a module in an FSDP unit; the root's own are those in no other."""
-    place = _place(plan, key)
+    place = pattern_in(plan, key)
     if unit != ROOT:
         return place == unit or place.startswith(f"{unit}.")
     return not any(other != ROOT and _is_in(plan, key, other) for other in plan.fsdp.units)
@@ -185,10 +183,10 @@ def _is_in(plan: Plan, key: str, unit: str) -> bool:
 
 def _recomputed(plan: Plan, shows: Callable[[str], bool]) -> Iterator[str]:
     """Yields what is recomputed of the layers that the modules are in."""
-    keys = [_place(plan, row.key) for row in module_rows(plan) if shows(row.key)]
+    keys = [pattern_in(plan, row.key) for row in module_rows(plan) if shows(row.key)]
     named: dict[Recompute, list[str]] = {}
     for name, mode in plan.recomputed_modules().items():
-        place = _place(plan, name)
+        place = pattern_in(plan, name)
         if not name or any(key == place or key.startswith(f"{place}.") for key in keys):
             named.setdefault(mode, []).append(name or ROOT)
     for mode, names in named.items():

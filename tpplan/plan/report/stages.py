@@ -6,7 +6,7 @@ from tpplan.core.units import format_seconds
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.plan.proof_hash import why_unproven
-from tpplan.plan.report.words import format_count, gib, plural, samples, tokens
+from tpplan.plan.report.words import format_count, gib, plural, samples, tokens, unit_of
 
 
 def stage_lines(plan: PipelinePlan) -> list[str]:
@@ -27,11 +27,11 @@ def stage_name(plan: Plan) -> str:
 
 
 def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
-    """(name, text) of what is to be known of all stages together."""
+    """(name, text) of the stages together: their number, step, speed, memory, schedule and proof, and what was not
+    searched."""
     first, predicted = plan.stages[0], plan.predicted
-    speed = tokens(first) / predicted.step_time_s
     limit = max(own.predicted.memory_limit_bytes for own in plan.stages)
-    held = max(map(_held, plan.stages))
+    held = max(own.predicted.held_bytes for own in plan.stages)
     unproven = next(filter(None, map(why_unproven, plan.stages)), "")
     return [
         ("stages", f"{_counted(plan)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
@@ -41,7 +41,7 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
             f"{'stage' if plan.virtual_stages == 1 else 'GPU'}, "
             f"{format_seconds(predicted.bubble_s)} to fill and drain, {format_seconds(predicted.send_s)} sending",
         ),
-        ("speed", f"{format_count(speed)} tokens/s, {format_count(speed / plan.num_gpus)} per GPU"),
+        *_speed(plan),
         ("memory", f"{gib(held)} of {gib(limit)} on the fullest GPU"),
         (
             "schedule",
@@ -81,8 +81,12 @@ def _counted(plan: PipelinePlan) -> str:
     return f"{len(plan.stages)}{several}"
 
 
-def _held(plan: Plan) -> float:
-    return plan.predicted.peak_memory_bytes + plan.predicted.slack_bytes
+def _speed(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields the throughput of all GPUs and of one; nothing where the predicted time is 0."""
+    if plan.predicted.step_time_s:
+        speed = tokens(plan.stages[0]) / plan.predicted.step_time_s
+        per_gpu = format_count(speed / plan.num_gpus)
+        yield "speed", f"{format_count(speed)} {unit_of(plan.batch)}/s, {per_gpu} per GPU"
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
@@ -96,7 +100,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
         or stage.last
         or f"after {stage.received}",
         format_seconds(plan.predicted.step_time_s),
-        gib(_held(plan)),
+        gib(plan.predicted.held_bytes),
         ", ".join(_recomputed(plan)) or "none",
         str(stage.in_flight),
         ", ".join(f"{one.dtype}{list(one.shape)}" for one in stage.sends) or "-",
