@@ -18,12 +18,15 @@ from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, ProfileError, UsageError
 from tpplan.core.escapes import escaped_data
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_seconds
 from tpplan.layouts.pins import parse_pin
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import CollectivePlan, Plan
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
+from tpplan.plan.report.stages import stage_sentence
 from tpplan.search.models.model_spec import ModelSpec, is_model
 from tpplan.search.models.user_model import load_model_file
 
@@ -56,7 +59,10 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan's rows and the alternatives; returns 3 where no plan of the style exists."""
-    plan = Plan.load(args.plan)
+    loaded = load_plan(args.plan)
+    if isinstance(loaded, PipelinePlan):
+        return _explain_stages(args, loaded)
+    plan = loaded
     pattern, spec = _sorted_words(args.words)
     if args.why_not is not None:
         parse_pin(pattern or "", args.why_not)
@@ -66,20 +72,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("explain: --why-not and --shadow-prices need model.py, because they solve again")
     data: dict[str, object] = {}
     lines: list[str] = []
-    shown, rows = escaped_data(plan), list[str]()
-    if pattern is not None:
-        rows = layer_rows(shown, lambda module: _matches(pattern, module), terminal_width() - 2)
-        if not rows:
-            raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
+    if pattern is not None and not _rows(plan, pattern):
+        raise _no_module(args.plan, pattern)
     profile = _profile_of(plan, args.profile, is_needed=spec is not None)
     if profile is None:
         lines += [f"no times of collectives: the profile {plan.cluster.profile!r} is not known; --profile names it", ""]
     if pattern is not None:
-        data["modules"] = [" ".join(row.split()) for row in rows[1:]]
-        times = _seconds_of(plan, profile) if profile is not None else lambda _: None
-        said = list(sentences(shown, lambda module: _matches(pattern, module), times))
-        data["sentences"] = said
-        lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), "", *said, ""]
+        lines += [f"{pattern} in the plan", *_say(plan, pattern, profile, data), ""]
     code = 0
     if spec is not None and profile is not None:
         model = load_model_file(spec)
@@ -87,6 +86,47 @@ def run(args: argparse.Namespace) -> int:
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
     print_answer(lines, data, as_json=args.json)
     return code
+
+
+def _explain_stages(args: argparse.Namespace, plan: PipelinePlan) -> int:
+    """Prints what the stages do in the modules of the pattern, stage by stage."""
+    pattern, spec = _sorted_words(args.words)
+    if args.why_not is not None or args.shadow_prices or spec is not None:
+        raise UsageError(
+            f"{args.plan}: --why-not and --shadow-prices take a plan of a whole model; of stages, solve again with "
+            "--pin and compare: tpplan diff a.json b.json"
+        )
+    if pattern is None:
+        raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp'")
+    profile = _profile_of(plan.stages[0], args.profile, is_needed=False)
+    lines, data = list[str](), list[dict[str, object]]()
+    for index, stage in enumerate(plan.stages):
+        if _rows(stage, pattern):
+            does = stage_sentence(escaped_data(stage))
+            data.append({"stage": index, "does": does})
+            lines += [does, "", *_say(stage, pattern, profile, data[-1]), ""]
+    if not data:
+        raise _no_module(args.plan, pattern)
+    print_answer(lines, {"stages": data}, as_json=args.json)
+    return 0
+
+
+def _rows(plan: Plan, pattern: str) -> list[str]:
+    """The plan's table of the modules of a pattern, with a header; empty where there are none."""
+    return layer_rows(escaped_data(plan), lambda module: _matches(pattern, module), terminal_width() - 2)
+
+
+def _no_module(path: str, pattern: str) -> UsageError:
+    return UsageError(f"{path}: no module {pattern!r} owns parameters or converts tensors at its boundary")
+
+
+def _say(plan: Plan, pattern: str, profile: HardwareProfile | None, data: dict[str, object]) -> list[str]:
+    """The rows of the modules of a pattern and sentences on them, which are put into `data` as well."""
+    rows = _rows(plan, pattern)
+    times = _seconds_of(plan, profile) if profile is not None else lambda _: None
+    said = list(sentences(escaped_data(plan), lambda module: _matches(pattern, module), times))
+    data |= {"modules": [" ".join(row.split()) for row in rows[1:]], "sentences": said}
+    return [*(f"  {row}" for row in rows), "", *said]
 
 
 def _profile_of(plan: Plan, name: str | None, *, is_needed: bool) -> HardwareProfile | None:
@@ -122,6 +162,8 @@ def _matches(pattern: str, module: str) -> bool:
     """True for a module whose name, or an enclosing module's, equals or matches the pattern."""
     parts = len(pattern.split("."))
     own = ".".join(module.split(".")[:parts])
+    if not own:  # the model itself
+        return pattern == ROOT
     matches = own == pattern or parse_pin(pattern, "replicate").matches(own)
     return matches or parse_pin(own, "replicate").matches(pattern)  # one layer of those that a row stands for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
-from tpplan.commands.terminal.output import print_any, print_lines, print_plan, wrote
+from tpplan.commands.terminal.output import print_any, print_lines, print_plan, write, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.verbs import add_verb
@@ -18,6 +18,7 @@ from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import GIB, KIB, MIB
+from tpplan.machine.lint import why_invalid
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan.pipeline_plan import PipelinePlan
@@ -230,8 +231,7 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
             prove=args.prove,
             progress=progress,
         )
-    if isinstance(plan, Plan):
-        plan = _with_request(plan, args)
+    plan = replace(plan, request=_request_of(args))
     if args.output is not None:
         plan.dump(args.output)
     print_any(plan, as_json=args.json)
@@ -288,8 +288,12 @@ def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProf
 
 
 def _with_request(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with the model and the command that it comes from."""
-    return replace(plan, request=RequestPlan(pins=pins_of(args), model=args.model, command=args.command))
+    return replace(plan, request=_request_of(args))
+
+
+def _request_of(args: argparse.Namespace) -> RequestPlan:
+    """The model and the command that a plan comes from."""
+    return RequestPlan(pins=pins_of(args), model=args.model, command=args.command)
 
 
 def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:
@@ -319,9 +323,11 @@ def check_output(path: Path | None) -> None:
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
-    """The profile that the options of add_machine name; fills in GPUs per node. Raises UsageError for unknown pins, and
-    for degrees that leave no mesh, before minutes are spent."""
+    """The profile that the options of add_machine name, of which it warns where that is mostly noise; fills in GPUs
+    per node. Raises UsageError for unknown pins, and for degrees that leave no mesh, before minutes are spent."""
     profile = load_profile(args.profile)
+    if problem := why_invalid(profile):
+        write(f"tpplan: warning: profile {profile.name}: {problem}\n", to_stderr=True)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
     _check_degrees(args)
     pins_of(args)

@@ -41,8 +41,8 @@ COLOURS = {
     OPTIMIZER: "grey",
     ISSUE: "yellow",
 }
-#: ticks of a time axis, evenly spread
-_TICKS = 4
+#: ticks of a time axis after the first, evenly spread
+TICKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,9 @@ def _lanes(
             for name, first, last in runs
         ),
         lanes=tuple((str(s), tuple(map(shape, parts.values()))) for s, parts in drawn.items() if parts),
-        ticks=tuple((format_seconds(start_s + i * (end_s - start_s) / _TICKS), 100.0 * i / _TICKS) for i in range(5)),
+        ticks=tuple(
+            (format_seconds(start_s + i * (end_s - start_s) / TICKS), 100.0 * i / TICKS) for i in range(TICKS + 1)
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from tpplan.core.files import format_json, write_atomically
 from tpplan.core.strict_json import Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
-from tpplan.plan.sections.provenance import SolverReport
+from tpplan.plan.sections.provenance import RequestPlan, SolverReport
 
 
 class Schedule(StrEnum):
@@ -70,7 +70,7 @@ class PipelinePrediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes. Each rank
-    has `virtual_stages` stages."""
+    has `virtual_stages` stages. `request` is what was asked for."""
 
     schema_version: Count
     schedule: Schedule
@@ -79,6 +79,7 @@ class PipelinePlan:
     stages: tuple[Plan, ...]
     notes: tuple[str, ...] | None = None
     virtual_stages: Count = 1
+    request: RequestPlan | None = None
 
     @property
     def parts(self) -> int:

@@ -71,6 +71,42 @@ class Timeline:
         return found
 
 
+class StageWork(StrEnum):
+    """What the ranks of a part of a pipeline do; sending of what a forward or a backward gives may run beside it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SENDING = "sending"
+    ONCE = "once a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """Work of part `part` of a pipeline for stage `stage`, from `start_s` on, in seconds from the start of the step;
+    `micro_batch` counts from 0, and is None for what is done once a step."""
+
+    part: int
+    stage: int
+    work: StageWork
+    micro_batch: int | None
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimeline:
+    """A step of a model in stages, simulated by its schedule. `has_sending` is False where the machine is not known,
+    and the time of sending therefore missing."""
+
+    runs: tuple[StageRun, ...]
+    has_sending: bool
+
+    @property
+    def end_s(self) -> float:
+        """Seconds of the step."""
+        return max((run.start_s + run.seconds for run in self.runs), default=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """The most that a rank holds while a module runs in a pass, in bytes by part. Moments are listed in the order of

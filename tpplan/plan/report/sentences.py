@@ -35,7 +35,7 @@ def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -
         }
         places = [place for place in found if place not in said]
         said.update(places)
-        text = [_weights(own, plan.mesh.tp)] if own[0].main is not None and plan.mesh.tp > 1 else []
+        text = [_weights(own, plan)] if own[0].main is not None and plan.mesh.tp > 1 else []
         text += [line for place in places for line in _exchanges(plan, place, seconds_of)]
         if text:
             yield f"{_names(own)}: {'; '.join(text)}."
@@ -62,9 +62,9 @@ def _names(rows: Sequence[ModuleRow]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _weights(rows: Sequence[ModuleRow], tp: int) -> str:
+def _weights(rows: Sequence[ModuleRow], plan: Plan) -> str:
     """How the weights of modules of one style lie, and what a GPU computes with them."""
-    main = rows[0].main
+    main, tp = rows[0].main, plan.mesh.tp
     assert main is not None
     if main.placement.dim is None:
         if rows[0].style == Style.SLICES:
@@ -73,17 +73,17 @@ def _weights(rows: Sequence[ModuleRow], tp: int) -> str:
                 "gradients is the gradient"
             )
         return f"each of {tp} GPUs runs it whole, on the same input"
-    parts = dict.fromkeys(_part(row, tp) for row in rows)
-    share = " and ".join(parts)
+    share = _share(rows, plan, "")
     match rows[0].style:
         case Style.COLUMN:
             return (
-                f"split by columns: from the whole input each of {tp} GPUs computes {share} outputs, and sends nothing"
+                f"split by columns: from the whole input each of {tp} GPUs computes "
+                f"{_share(rows, plan, ' outputs')}, and sends nothing"
             )
         case Style.ROW:
             return (
-                f"split by rows: each of {tp} GPUs has {share} inputs, and what it computes from them is a summand of "
-                "the whole output"
+                f"split by rows: each of {tp} GPUs has {_share(rows, plan, ' inputs')}, and what it computes from them "
+                "is a summand of the whole output"
             )
         case Style.VOCABULARY:
             return f"each of {tp} GPUs has {share} rows of the table, and looks up the ids that are among them"
@@ -91,13 +91,32 @@ def _weights(rows: Sequence[ModuleRow], tp: int) -> str:
             return f"split along dim {main.placement.dim}: each of {tp} GPUs has {share}"
 
 
-def _part(row: ModuleRow, tp: int) -> str:
-    """`1024 of 4096`: the slice of the split dim that a GPU has."""
-    main = row.main
-    assert main is not None
-    assert main.placement.dim is not None
-    size = main.shape[main.placement.dim]
-    return f"{size // main.placement.num_slices(tp)} of {size}"
+def _share(rows: Sequence[ModuleRow], plan: Plan, unit: str) -> str:
+    """The slices of the split dim that a GPU has: `1024 of 4096 outputs`, `8 of 32 heads (1024 of 4096 outputs)`."""
+    parts: dict[tuple[str, str], None] = {}
+    for row in rows:
+        main = row.main
+        assert main is not None
+        assert main.placement.dim is not None
+        size, slices = main.shape[main.placement.dim], main.placement.num_slices(plan.mesh.tp)
+        parts[_heads(row, plan, slices), f"{size // slices} of {size}"] = None
+    if not all(heads for heads, _ in parts):
+        return " and ".join(dict.fromkeys(numbers for _, numbers in parts)) + unit
+    return " and ".join(f"{heads} ({numbers}{unit})" for heads, numbers in parts)
+
+
+def _heads(row: ModuleRow, plan: Plan, slices: int) -> str:
+    """The heads that a GPU has of those along the split dim: `8 of 32 heads`; "" where none are known there."""
+    known = plan.tp_shares.heads if plan.tp_shares is not None else None
+    labels = [f"{row.key}.{name}" for name, parameter in row.parameters.items() if parameter is row.main]
+    places = [*labels, *(pattern_in(plan, label) for label in labels)]
+    counts = next((own for place in places if (own := (known or {}).get(place))), ())
+    if not counts or any(count % slices for count in counts):
+        return ""
+    shares = [f"{count // slices} of {count}" for count in counts]
+    if len({*shares}) == 1:
+        return f"{shares[0]} heads" + (f" of each of {len(shares)} parts" if len(shares) > 1 else "")
+    return f"{', '.join(shares[:-1])} and {shares[-1]} heads"
 
 
 def _exchanges(plan: Plan, place: str, seconds_of: SecondsOf) -> Iterator[str]:

@@ -6,7 +6,7 @@ from tpplan.core.units import format_seconds
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.plan.proof_hash import why_unproven
-from tpplan.plan.report.words import format_count, gib, samples, tokens, unit_of
+from tpplan.plan.report.words import format_count, gib, plural, samples, tokens, unit_of
 
 
 def stage_lines(plan: PipelinePlan) -> list[str]:
@@ -50,7 +50,29 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
         ),
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
         *(("not searched", line) for line in plan.solver.unsearched or ()),
+        *_asked(plan),
     ]
+
+
+def _asked(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields what was asked for, as far as the plan says it."""
+    request = plan.request
+    if request is None:
+        return
+    if request.command:
+        yield "command", request.command
+    if request.pins:
+        yield "pins", ", ".join(f"{pattern}={style}" for pattern, style in sorted(request.pins.items()))
+
+
+def stage_sentence(plan: Plan) -> str:
+    """What a stage runs, keeps and sends on, for who never heard of stages."""
+    stage = plan.stage
+    assert stage is not None
+    number, layers, *_, sends = _row(plan)
+    many = plural(stage.in_flight, "micro-batch").replace("batchs", "batches")
+    sent = f" It sends {sends} of each micro-batch to the next stage, and gets as much back." if stage.sends else ""
+    return f"Stage {number} of {stage.count} runs {layers}, and keeps what {many} need for backward.{sent}"
 
 
 def _counted(plan: PipelinePlan) -> str:
