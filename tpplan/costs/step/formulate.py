@@ -36,6 +36,7 @@ from tpplan.plan.parts import (
 )
 from tpplan.plan.plan import Recompute, uses_fsdp
 from tpplan.solvers.problem import (
+    LIMIT_TOLERANCE,
     Conflict,
     Problem,
     Resource,
@@ -119,6 +120,14 @@ class Formulation:
         """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: the sum of
         the objective's other terms, each at its least."""
         return sum(term.least for term in self.objective.beside)
+
+    @property
+    def is_too_large(self) -> bool:
+        """True where parameters, optimizer states and gradients alone, at their least, are above the memory limit."""
+        sizes, every, setting = self.sizes, self.space.graph.parameters, self.setting
+        resting = sum(held(every).least for held in (sizes.parameters, sizes.states, sizes.gradients))
+        least = setting.slack_bytes + setting.beside_bytes + resting
+        return least > setting.memory_limit_bytes * (1 + LIMIT_TOLERANCE)
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
         """The chosen strategy of a decision, deciding or not."""
@@ -208,7 +217,6 @@ class Formulation:
     def peaks(self) -> Peaks:
         """The rows of the memory constraint."""
         setting = self.setting
-        optimizer = optimizer_named(setting.optimizer)
         return Peaks(
             space=self.space,
             mesh=self.mesh,
@@ -216,13 +224,8 @@ class Formulation:
             kinds=self.kinds,
             families=Families(kinds=self.kinds, activations=self.activations, first_of=setting.kin or {}),
             root=self.groups.root,
-            sizes=RowBytes(
-                space=self.space,
-                mesh=self.mesh,
-                optimizer=optimizer,
-                precision=setting.precision,
-            ),
-            optimizer=optimizer,
+            sizes=self.sizes,
+            optimizer=self.sizes.optimizer,
             precision=setting.precision,
             steps=setting.accumulation_steps,
             in_flight=setting.in_flight,
@@ -233,6 +236,17 @@ class Formulation:
             uses_fsdp=self.uses_fsdp,
             bucket_bytes=float(BUCKET_BYTES),
             once=self.priced.once,
+        )
+
+    @cached_property
+    def sizes(self) -> RowBytes:
+        """Bytes of parameters, gradients and optimizer states on a rank."""
+        setting = self.setting
+        return RowBytes(
+            space=self.space,
+            mesh=self.mesh,
+            optimizer=optimizer_named(setting.optimizer),
+            precision=setting.precision,
         )
 
     @cached_property

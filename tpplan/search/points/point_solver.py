@@ -259,10 +259,14 @@ class PointSolver:
             is_relaxed=is_relaxed,
         )
 
-    def least(self, point: Point) -> float:
+    def least(self, point: Point) -> Candidate | float:
         """A lower bound on the step time of the point's plans in seconds, with the least of each term beside kernels
-        and tp collectives."""
-        return self.floor(point) + self.formulate(point, treatment=self.lightest).beside_s
+        and tp collectives; a candidate without a plan where parameters alone are too large."""
+        formulation = self.formulate(point, treatment=self.lightest)
+        if formulation.is_too_large:
+            solution = Solution(status=Status.INFEASIBLE, solver=self.request.solver or "")
+            return Candidate(point=point, formulation=formulation, solution=solution)
+        return self.floor(point) + formulation.beside_s
 
     def light(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """The optimum of a point with the lightest treatment for every layer, which is the point's where it fits; else
