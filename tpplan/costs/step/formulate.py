@@ -6,7 +6,7 @@ many layers of a group get which treatment: what is recomputed, and whether FSDP
 (tpplan.costs.step.memory_rows).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -38,6 +38,7 @@ from tpplan.plan.plan import Recompute, uses_fsdp
 from tpplan.solvers.problem import (
     LIMIT_TOLERANCE,
     Conflict,
+    Expression,
     Problem,
     Resource,
     constant_term,
@@ -90,8 +91,24 @@ class Formulation:
 
     def fits(self, choice: Mapping[str, int], *, tolerance: float) -> bool:
         """True where a choice is within the memory limit, up to a relative tolerance. Makes the memory rows only up to
-        the first that is exceeded."""
+        the first that is exceeded, and none where what rests alone exceeds the limit."""
+        limit = self.setting.memory_limit_bytes
+        if self._rests(lambda held: held.value(choice)) > limit + tolerance * abs(limit):
+            return False
         return all(row.is_kept(choice, tolerance) for row in self.peaks.rows())
+
+    @property
+    def is_too_large(self) -> bool:
+        """True where parameters, optimizer states and gradients alone, at their least, are above the memory limit."""
+        limit = self.setting.memory_limit_bytes
+        return self._rests(lambda held: held.least) > limit + LIMIT_TOLERANCE * abs(limit)
+
+    def _rests(self, amount: Callable[[Expression], float]) -> float:
+        """The bytes of parameters, optimizer states and gradients, and of what is not the stage's: all that a rank
+        holds in the optimizer's step, without its temporaries."""
+        every, setting = self.space.graph.parameters, self.setting
+        resting = (held(every) for held in (self.sizes.parameters, self.sizes.states, self.sizes.gradients))
+        return setting.slack_bytes + setting.beside_bytes + sum(map(amount, resting))
 
     @cached_property
     def unlimited(self) -> Problem:
@@ -120,14 +137,6 @@ class Formulation:
         """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: the sum of
         the objective's other terms, each at its least."""
         return sum(term.least for term in self.objective.beside)
-
-    @property
-    def is_too_large(self) -> bool:
-        """True where parameters, optimizer states and gradients alone, at their least, are above the memory limit."""
-        sizes, every, setting = self.sizes, self.space.graph.parameters, self.setting
-        resting = sum(held(every).least for held in (sizes.parameters, sizes.states, sizes.gradients))
-        least = setting.slack_bytes + setting.beside_bytes + resting
-        return least > setting.memory_limit_bytes * (1 + LIMIT_TOLERANCE)
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
         """The chosen strategy of a decision, deciding or not."""
