@@ -9,7 +9,7 @@ from test_peaks import MESHES, chosen, formulated, llama
 from tpplan import solvers
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import Precision
-from tpplan.solvers.problem import Expression, Problem, Term
+from tpplan.solvers.problem import Expression, Problem, Status, Term
 
 #: relative difference between sums of the same numbers in other orders
 ROUNDING = 1e-9
@@ -47,6 +47,22 @@ def test_one_memory_row_bounds_what_all_of_them_leave(share: float) -> None:
     assert best is not None
     assert unlimited is not None
     assert unlimited < bound <= best * (1 + ROUNDING), "memory binds, and the bound says so"
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh.num_gpus > 1], ids=str)
+def test_what_is_too_large_by_its_parameters_has_no_plan(mesh: Mesh) -> None:
+    """The limits end a little below and above the least bytes of parameters, states and gradients."""
+    free = formulated(llama(8), mesh, precision=Precision.BF16_MIXED)
+    every, held = free.space.graph.parameters, (free.sizes.parameters, free.sizes.states, free.sizes.gradients)
+    resting = free.setting.slack_bytes + sum(of(every).least for of in held)
+    for share, is_too_large in ((0.5, True), (0.99, True), (1.01, False)):
+        own = replace(free, setting=replace(free.setting, memory_limit_bytes=share * resting))
+        assert own.is_too_large == is_too_large
+        if is_too_large:
+            assert solvers.solve(own.problem).status is Status.INFEASIBLE
+    fastest = solvers.solve(free.unlimited)
+    assert fastest.choice is not None
+    assert resting < max(sum(term.value(fastest.choice) for term in row.terms) for row in free.problem.resources)
 
 
 def test_the_least_of_a_term_is_below_its_value_under_every_choice() -> None:

@@ -18,10 +18,10 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, ProofStatus, SolverReport
 from tpplan.prove.counterexample import Counterexample
-from tpplan.search import branch_and_bound
+from tpplan.search import best_first, branch_and_bound
 from tpplan.search.branch_and_bound import NO_LAYOUT, SAME
 from tpplan.search.models.trace_cache import Reuse, Traced
-from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.point_solver import Candidate, PointSolver
 from tpplan.solvers.problem import Status
 
 GPUS = 4
@@ -100,6 +100,24 @@ def test_the_plan_is_the_fastest_of_all_degrees(name: str) -> None:
         assert report.status is Status.OPTIMAL
         assert 0.0 <= report.gap <= SAME
         assert num_points(report) == num_of_all
+
+
+@pytest.mark.parametrize("name", ["large experts", "Mixtral"])
+def test_the_first_plan_that_is_looked_at_is_about_the_fastest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those on all GPUs, where memory binds too."""
+    case, look, found = CASES[name], best_first._looked_at, list[float]()
+
+    def noted(*arguments: Any) -> Candidate | float:
+        seen = look(*arguments)
+        if isinstance(seen, Candidate) and seen.solution.objective is not None:
+            found.append(seen.solution.objective)
+        return seen
+
+    monkeypatch.setattr(best_first, "_looked_at", noted)
+    for limit in (math.inf, case.needed(4) * 1.1):
+        found.clear()
+        fastest = case.solved(None, limit).solver.objective_s
+        assert fastest <= found[0] <= 1.05 * fastest
 
 
 @pytest.mark.parametrize("name", ["large experts", "slow collectives"])

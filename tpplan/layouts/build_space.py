@@ -101,6 +101,7 @@ class _Builder:
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.sliced = sliced_buffers(graph)
+        self.read_once = graph.once_for_all_sizes("read once", lambda: _read_once(graph))
         self.whole_outputs = graph.once_for_all_sizes(
             (_whole_outputs, unused_outputs), lambda: _whole_outputs(graph, unused_outputs)
         )
@@ -166,7 +167,7 @@ class _Builder:
         for layout in self._extra(value):
             # A fused weight rests in its own order and is exchanged when read; a vector is too small for that.
             rest = S(layout.dim or 0) if layout.parts and len(value.shape) > 1 else R
-            if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
+            if rest != R or source.result in self.read_once:
                 found.append(Strategy((rest,), (layout,)))
         return tuple(found)
 
@@ -232,6 +233,11 @@ def _kept_layouts(layouts: tuple[Layout, ...], *, carries_gradient: bool) -> tup
     """The strategies of a boundary that does not convert."""
     possible = conversions_between(layouts, layouts, carries_gradient=carries_gradient)
     return tuple(Strategy((own.source,), (own.target,)) for own in possible if own.is_identity)
+
+
+def _read_once(graph: ModelGraph) -> frozenset[str]:
+    """Names of the values that one node reads."""
+    return frozenset(value for value, readers in graph.consumers.items() if len(readers) == 1)
 
 
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:

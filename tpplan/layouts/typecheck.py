@@ -24,7 +24,7 @@ the readers need. The size to which a rank really expands is seen where the appl
 with the observed `local_shapes`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind
@@ -86,6 +86,8 @@ class _Checker:
         }
         self.strategies: dict[str, tuple[Strategy, ...]] = {}
         self.taken: dict[str, Strategy] = {}
+        #: with the proposed strategies, which are held, so that their id is not reused
+        self.fitting: dict[Hashable, tuple[tuple[Strategy, ...], tuple[Strategy, ...]]] = {}
 
     def problems(self) -> Iterator[Mistyped]:
         """Yields problems in the order in which they are found; those after the first may be its consequences."""
@@ -127,15 +129,25 @@ class _Checker:
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
         call = Call.of(self.graph, op)
         proposed = call_strategies(Call.of(self.graph, op, self.extra), self.tp)
-        read = [self._read(op, name) for name in op.operands]
-        fitting = (s for s in proposed if _is_one_of(s, read) and _reads_alike(s, op.operands))
-        if found := tuple(s for s in fitting if self._is_allowed(op, call, s)):
+        read = tuple(self._read(op, name) for name in op.operands)
+        if found := tuple(s for s in self._fitting(proposed, op.operands, read) if self._is_allowed(op, call, s)):
             return found
         given = ", ".join(
             f"{self._name_in_message(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
         )
         allowed = (s for s in proposed if self._is_allowed(op, call, s))
         return f"reads {given}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
+
+    def _fitting(
+        self, proposed: tuple[Strategy, ...], operands: tuple[str, ...], read: tuple[tuple[Layout, ...], ...]
+    ) -> tuple[Strategy, ...]:
+        """The strategies under which operands are read in one of their layouts, and a value that is read twice in one
+        layout. Calls of like layers share `proposed`, one object, and what is found in it."""
+        key = id(proposed), tuple(map(operands.index, operands)), read
+        if key not in self.fitting:
+            fitting = (s for s in proposed if _is_one_of(s, read) and _reads_alike(s, operands))
+            self.fitting[key] = proposed, tuple(fitting)
+        return self.fitting[key][1]
 
     def _is_allowed(self, op: Op, call: Call, strategy: Strategy) -> bool:
         """True for a strategy of the op's rule that the op can have in its module."""

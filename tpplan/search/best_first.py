@@ -30,11 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(IntEnum):
-    """The next solve of a point: of its lightest treatment, of its relaxed ILP, of its ILP."""
+    """The next solve of a point: none but a sum of least terms, of its lightest treatment, of its ILP relaxed with one
+    memory row and with all of them, of its ILP. The first and the last but one are of use before there is a plan."""
 
-    LIGHT = 0
-    RELAXED = 1
-    FULL = 2
+    LEAST = 0
+    LIGHT = 1
+    RELAXED = 2
+    LIMITED = 3
+    FULL = 4
 
 
 @dataclass
@@ -83,28 +86,67 @@ def explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidate
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
     """
     request = solvers.request
-    groups = sorted({(point.micro_batch, -point.ep) for point in points})
+    groups = _groups(points)
     known.too_wide.clear()
     _look_again(solvers, known)
+    if len(solvers.by_ep) > 1 and known.best() is None:
+        _scout(solvers, points, known)
     done = 0
-    for number, (size, negative) in enumerate(groups):
-        solver = solvers.by_ep[-negative]
-        every = [point for point in points if point.ep == -negative]
-        members = [point for point in every if point.micro_batch == size]
-        known.too_large |= known.larger_than_unfit(members)
-        own = [point for point in members if point not in known.too_large]
-        pace = solver.pace(sorted({point.micro_batch for point in every}))
-        for point in own:
-            known.bounds[point] = max(known.bounds.get(point, 0.0), pace / point.num_gpus)
-        own = [point for point in own if known.bounds[point] <= known.ceiling]
-        if own:
+    for number, (size, ep) in enumerate(groups):
+        members = [point for point in points if (point.micro_batch, point.ep) == (size, ep)]
+        if own := _open_points(solvers.by_ep[ep], points, size, known):
             request.report("trace", number, len(groups))
-            solver.traces.traced(size)
-            _explore_size(solver, own, known, done, len(points))
+            solvers.by_ep[ep].traces.traced(size)
+            _explore_size(solvers.by_ep[ep], own, members, known, done, len(points))
         done += len(members)
     for stage, total in (("trace", len(groups)), ("costs", len(points)), ("solve", len(points))):
         request.report(stage, total, total)
     return known.best() or _raise_without(solvers, points, known)
+
+
+def _groups(points: list[Point]) -> list[tuple[int, int]]:
+    """The (micro-batch, number of ranks that divide experts) of points, in the order in which they are looked at."""
+    return sorted({(point.micro_batch, point.ep) for point in points}, key=lambda group: (group[0], -group[1]))
+
+
+def _open_points(solver: PointSolver, points: list[Point], size: int, known: Progress) -> list[Point]:
+    """The solver's points of a micro-batch that may fit and be the fastest, as far as that is known without their
+    trace."""
+    ep = solver.traces.degree
+    every = [point for point in points if point.ep == ep]
+    members = [point for point in every if point.micro_batch == size]
+    known.too_large |= known.larger_than_unfit(members)
+    own = [point for point in members if point not in known.too_large]
+    pace = solver.pace(sorted({point.micro_batch for point in every}))
+    for point in own:
+        known.bounds[point] = max(known.bounds.get(point, 0.0), pace / point.num_gpus)
+    return [point for point in own if known.bounds[point] <= known.ceiling]
+
+
+def _scout(solvers: Solvers, points: list[Point], known: Progress) -> None:
+    """Finds an early plan: looks, of the points on most GPUs and with tp inside nodes, at that with the least bound,
+    whatever its micro-batch, until one has a plan."""
+    most, per_node = max(point.num_gpus for point in points), solvers.request.cluster.gpus_per_node
+    every = [point for point in points if point.num_gpus == most and point.tp <= per_node]
+    waiting: list[tuple[float, Point]] = []
+    for number, (size, ep) in enumerate(groups := _groups(every)):
+        if own := _open_points(solvers.by_ep[ep], every, size, known):
+            solvers.request.report("trace", number, len(groups))
+            solvers.by_ep[ep].traces.traced(size)
+            waiting += ((known.bounds[point], point) for point in _priced(solvers.by_ep[ep], own, known))
+    heapq.heapify(waiting)
+    stages: dict[Point, Stage] = {}
+    while waiting and known.best() is None:
+        _, point = heapq.heappop(waiting)
+        stage = stages.get(point, Stage.LEAST)
+        try:
+            found = _looked_at(solvers.of(point), point, stage, known.ceiling)
+        except SolverError as error:
+            logger.info("%s is looked at later: %s", point, error)
+            continue
+        if _noted(known, point, stage, found):
+            stages[point] = Stage(stage + 1)
+            heapq.heappush(waiting, (known.bounds[point], point))
 
 
 def _look_again(solvers: Solvers, known: Progress) -> None:
@@ -145,14 +187,16 @@ def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> No
     raise no_layout(solver, size, {tp: e for (own, tp, of), e in known.without.items() if (own, of) == (size, ep)})
 
 
-def _explore_size(solver: PointSolver, own: list[Point], known: Progress, done: int, total: int) -> None:
-    """Solves points of one micro-batch that may be the fastest: tp inside nodes first, then across, by degree. `done`
-    of all `total` points were looked at before."""
+def _explore_size(
+    solver: PointSolver, own: list[Point], members: list[Point], known: Progress, done: int, total: int
+) -> None:
+    """Solves points of one micro-batch that may be the fastest, `own` of its `members`: tp inside nodes first, then
+    across, by degree. `done` of all `total` points were looked at before."""
     per_node = solver.request.cluster.gpus_per_node
     _explore_some(solver, [point for point in own if point.tp <= per_node], known, done, total)
     before = per_node
     for tp in sorted({point.tp for point in own if point.tp > per_node}):
-        if _is_slow(solver, [point for point in own if point.tp == before], known):
+        if _is_slow(solver, [point for point in members if point.tp == before], known):
             known.too_wide.update(point for point in own if point.tp >= tp and point not in known.solved)
             return
         _explore_some(solver, [point for point in own if point.tp == tp], known, done, total)
@@ -161,8 +205,14 @@ def _explore_size(solver: PointSolver, own: list[Point], known: Progress, done: 
 
 def _explore_some(solver: PointSolver, own: list[Point], known: Progress, done: int, total: int) -> None:
     """Prices points of one micro-batch and solves those that may be the fastest."""
+    solver.request.report("costs", done, total)
+    own = _priced(solver, own, known)
+    _best_first(solver, own, known, partial(_report_left, solver, done + len(own), total))
+
+
+def _priced(solver: PointSolver, own: list[Point], known: Progress) -> list[Point]:
+    """Prices points of one micro-batch and notes their floors; returns those that have a layout."""
     for size, tp, ep in sorted({point.space for point in own}):
-        solver.request.report("costs", done, total)
         try:
             solver.priced(size, tp)
         except NoLayoutError as error:
@@ -170,14 +220,14 @@ def _explore_some(solver: PointSolver, own: list[Point], known: Progress, done: 
     own = [point for point in own if point.space not in known.without]
     for point in own:
         known.bounds[point] = max(known.bounds.get(point, 0.0), solver.floor(point))
-    _best_first(solver, own, known, partial(_report_left, solver, done + len(own), total))
+    return own
 
 
 def _is_slow(solver: PointSolver, own: list[Point], known: Progress) -> bool:
     """True where compute and collectives alone make a tp degree too slow. Larger degrees are then left out: a rank
     computes no less of a step, and more of the group's traffic crosses nodes."""
-    left = [point for point in own if point.space not in known.without]
-    return bool(left) and all(solver.floor(point) > known.ceiling for point in left)
+    left = [point for point in own if point.space not in known.without and point not in known.too_large]
+    return bool(left) and all(solver.has_floor(point) and solver.floor(point) > known.ceiling for point in left)
 
 
 def _report_left(solver: PointSolver, end: int, total: int, left: int) -> None:
@@ -243,7 +293,7 @@ def _noted(known: Progress, point: Point, stage: Stage, found: Candidate | float
         known.solved[point] = found
         return False
     known.bounds[point] = max(known.bounds[point], found)
-    known.stages[point] = Stage(min(stage + 1, Stage.FULL))
+    known.stages[point] = Stage.FULL if stage >= Stage.RELAXED else Stage(stage + 1)
     return stage is not Stage.FULL and known.bounds[point] <= known.ceiling
 
 
@@ -258,10 +308,14 @@ def _by_degree(bounds: list[tuple[float, Point]]) -> list[list[tuple[float, Poin
 def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) -> Candidate | float:
     """A point's optimum, or a lower bound on it."""
     match stage:
+        case Stage.LEAST:
+            return solver.least(point)
         case Stage.LIGHT:
             return solver.light(point, cutoff=ceiling)
         case Stage.RELAXED:
             return solver.relaxed(point, cutoff=ceiling)
+        case Stage.LIMITED:
+            return solver.relaxed(point, cutoff=ceiling, is_at_the_loss=False)
         case Stage.FULL:
             return solver.full(point, cutoff=ceiling)
         case _:

@@ -7,7 +7,7 @@ many layers of a group get which treatment: what is recomputed, and whether FSDP
 (tpplan.costs.step.memory_rows).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -37,7 +37,9 @@ from tpplan.plan.parts import (
 )
 from tpplan.plan.plan import Recompute, uses_fsdp
 from tpplan.solvers.problem import (
+    LIMIT_TOLERANCE,
     Conflict,
+    Expression,
     Node,
     Problem,
     Resource,
@@ -91,8 +93,24 @@ class Formulation:
 
     def fits(self, choice: Mapping[str, int], *, tolerance: float) -> bool:
         """True where a choice is within the memory limit, up to a relative tolerance. Makes the memory rows only up to
-        the first that is exceeded."""
+        the first that is exceeded, and none where what rests alone exceeds the limit."""
+        limit = self.setting.memory_limit_bytes
+        if self._rests(lambda held: held.value(choice)) > limit + tolerance * abs(limit):
+            return False
         return all(row.is_kept(choice, tolerance) for row in self.peaks.rows())
+
+    @property
+    def is_too_large(self) -> bool:
+        """True where parameters, optimizer states and gradients alone, at their least, are above the memory limit."""
+        limit = self.setting.memory_limit_bytes
+        return self._rests(lambda held: held.least) > limit + LIMIT_TOLERANCE * abs(limit)
+
+    def _rests(self, amount: Callable[[Expression], float]) -> float:
+        """The bytes of parameters, optimizer states and gradients, and of what is not the stage's: all that a rank
+        holds in the optimizer's step, without its temporaries."""
+        every, setting = self.space.graph.parameters, self.setting
+        resting = (held(every) for held in (self.sizes.parameters, self.sizes.states, self.sizes.gradients))
+        return setting.slack_bytes + setting.beside_bytes + sum(map(amount, resting))
 
     @cached_property
     def unlimited(self) -> Problem:
@@ -232,7 +250,6 @@ class Formulation:
     def peaks(self) -> Peaks:
         """The rows of the memory constraint."""
         setting = self.setting
-        optimizer = optimizer_named(setting.optimizer)
         return Peaks(
             space=self.space,
             mesh=self.mesh,
@@ -240,15 +257,8 @@ class Formulation:
             kinds=self.kinds,
             families=Families(kinds=self.kinds, activations=self.activations, first_of=setting.kin or {}),
             root=self.groups.root,
-            sizes=RowBytes(
-                space=self.space,
-                mesh=self.mesh,
-                optimizer=optimizer,
-                precision=setting.precision,
-                over_tp=self.groups.over_tp,
-                units=self.groups.units,
-            ),
-            optimizer=optimizer,
+            sizes=self.sizes,
+            optimizer=self.sizes.optimizer,
             precision=setting.precision,
             steps=setting.accumulation_steps,
             in_flight=setting.in_flight,
@@ -259,6 +269,19 @@ class Formulation:
             uses_fsdp=self.uses_fsdp,
             bucket_bytes=float(BUCKET_BYTES),
             once=self.priced.once,
+        )
+
+    @cached_property
+    def sizes(self) -> RowBytes:
+        """Bytes of parameters, gradients and optimizer states on a rank."""
+        setting = self.setting
+        return RowBytes(
+            space=self.space,
+            mesh=self.mesh,
+            optimizer=optimizer_named(setting.optimizer),
+            precision=setting.precision,
+            over_tp=self.groups.over_tp,
+            units=self.groups.units,
         )
 
     @cached_property

@@ -305,7 +305,7 @@ class TraceCache:
         if base.opaques.by_key() or base.opaques.untouched:
             return None
         for start, first, second in self._pairs(micro_batch):
-            graph = of_degree(start.graph, first.graph, second.graph, self._degree)
+            graph = of_degree(start.graph, first.graph, second.graph, self.degree)
             if graph is not None:
                 model = self._built().model
                 share_outline(start.graph, graph)
@@ -322,7 +322,8 @@ class TraceCache:
         self.reuse.executor.observe(traced.opaques.by_key(), modules)
 
     @property
-    def _degree(self) -> int:
+    def degree(self) -> int:
+        """The number of ranks that divide experts."""
         return self.subject.experts.ep if self.subject.experts is not None else 1
 
     def _pairs(self, micro_batch: int) -> Iterator[tuple[Traced, Traced, Traced]]:

@@ -237,6 +237,10 @@ class PointSolver:
                 self._floors[key] = 0.0  # out of time: no step takes less
         return self._floors[key] * self.request.batch.accumulation_steps(point.mesh, point.micro_batch)
 
+    def has_floor(self, point: Point) -> bool:
+        """True where the floor of points with the same decisions was computed before."""
+        return (point.micro_batch, point.tp) in self._floors
+
     @property
     def lightest(self) -> Treatment:
         """The possible treatment that is slower than no other, whatever the layouts: recomputing adds more compute than
@@ -256,6 +260,15 @@ class PointSolver:
             is_relaxed=is_relaxed,
         )
 
+    def least(self, point: Point) -> Candidate | float:
+        """A lower bound on the step time of the point's plans in seconds, with the least of each term beside kernels
+        and tp collectives; a candidate without a plan where parameters alone are too large."""
+        formulation = self.formulate(point, treatment=self.lightest)
+        if formulation.is_too_large:
+            solution = Solution(status=Status.INFEASIBLE, solver=self.request.solver or "")
+            return Candidate(point=point, formulation=formulation, solution=solution)
+        return self.floor(point) + formulation.beside_s
+
     def light(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """The optimum of a point with the lightest treatment for every layer, which is the point's where it fits; else
         a bound: the optimum without a memory limit. A bound above the cutoff ends the solve."""
@@ -271,11 +284,13 @@ class PointSolver:
             return Candidate(point=point, formulation=formulation, solution=found)
         return found.bound
 
-    def relaxed(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
-        """A lower bound on the optimum of a point, that of the linear relaxation with one memory row; the optimum where
-        the relaxation's is a choice that fits. A bound above the cutoff ends the solve."""
+    def relaxed(self, point: Point, *, cutoff: float = math.inf, is_at_the_loss: bool = True) -> Candidate | float:
+        """A lower bound on the optimum of a point, that of the linear relaxation with one memory row, or with all where
+        not `is_at_the_loss`; the optimum where the relaxation's is a choice that fits. A bound above the cutoff ends
+        the solve."""
         formulation = self._formulations.pop(point, None) or self.formulate(point)
-        found = self.solver_of(formulation.limited_at_the_loss, cutoff=cutoff, is_relaxed=True)
+        problem = formulation.limited_at_the_loss if is_at_the_loss else formulation.problem
+        found = self.solver_of(problem, cutoff=cutoff, is_relaxed=True)
         is_bound = found.status is Status.BOUNDED
         if not is_bound and found.choice is not None:
             is_bound = not formulation.fits(found.choice, tolerance=LIMIT_TOLERANCE)
