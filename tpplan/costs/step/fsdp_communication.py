@@ -245,6 +245,10 @@ class FsdpCommunication:
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
         for units, is_again in ((every, False), (again, True)):
             for unit, count in units:
+                if self.groups.over_tp.may_be(unit.name):
+                    moved = self._copied_either_way(unit, is_again=is_again)
+                    yield from count.times(Term(name=FSDP_COPIES, expressions=(moved,), weight=rate))
+                    continue
                 for ep in unit.divisions or (1,):
                     gathered, reduced = self._copied(self.mesh.shard // ep)
                     both = not is_again and reductions == steps
@@ -254,17 +258,15 @@ class FsdpCommunication:
                         expression = own.of(unit, *reduced, ep=ep)
                         term = Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * reductions)
                         yield from count.times(term)
-                if self.groups.over_tp.may_be(unit.name):
-                    yield from self._more_copies(unit, count, is_again=is_again)
 
-    def _more_copies(self, unit: FsdpUnit, count: Count, *, is_again: bool) -> Iterator[Term]:
-        """Seconds of what gathers, and where not `is_again` reductions, copy more in units over shard and tp."""
+    def _copied_either_way(self, unit: FsdpUnit, *, is_again: bool) -> Expression:
+        """Bytes that gathers of a step, and where not `is_again` reductions, move for a unit that may be over shard and
+        tp. One expression, as each of its values is a number of bytes moved, and none is below 0: what changes where
+        the unit is over shard and tp may be."""
         steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
-        gathered, reduced = self._copied_more(unit)
-        parts = [scaled(gathered, steps)]
+        narrow, more = self._copied(self.mesh.shard), self._copied_more(unit)
+        parts = [scaled(added(self.parameter_bytes.of(unit, *narrow[0]), more[0]), steps)]
         if not is_again:
-            parts += [scaled(reduced, reductions), scaled(self._multiplied(unit), steps)]
-        expression = merged(added(*parts))
-        yield from count.times(
-            Term(name=FSDP_COPIES, expressions=(expression,), weight=self.setting.seconds_per_moved_byte)
-        )
+            parts.append(scaled(added(self.parameter_bytes.of(unit, *narrow[1]), more[1]), reductions))
+            parts.append(scaled(self._multiplied(unit), steps))
+        return merged(added(*parts))
