@@ -19,8 +19,8 @@ from tpplan.apply.collectives.row_bags import of_own_rows
 from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, S, layouts_of
 from tpplan.core.units import FLOATING_DTYPES
-from tpplan.layouts.build_space import BAGS
 from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
+from tpplan.layouts.rules.embedding import BAGS
 from tpplan.layouts.rules.size_literals import CREATIONS
 from tpplan.torch_internals.operators import is_pointwise
 from tpplan.trace.hooks.custom_ops import Bags

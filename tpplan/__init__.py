@@ -4,9 +4,8 @@
     plan.dump("plan.json")
     model = tpplan.apply_plan(model, "plan.json")    # in the training script, under torchrun
 
-The stages, in order: trace -> graph -> space (layouts, by rules) -> costs (by profile) -> formulate (a Problem) ->
-solvers -> assemble (a Plan), with prove between; and apply. A module imports only from those above it.
-Names below are loaded when first used: reading a plan needs no torch.
+README.md in this folder names the rooms and walks from a model to a plan and to training. The names below are loaded
+when first used: reading a plan needs no torch.
 """
 
 import importlib

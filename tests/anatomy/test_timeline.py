@@ -44,6 +44,12 @@ CASES: dict[str, tuple[str, HardwareProfile, dict[str, Any], str]] = {
         TENSOR_PARALLEL,
     ),
     "tp and FSDP": ("gpt", eager_to_shard(), {"gpus": 4, "tp": 2, "fsdp": 2, "micro_batch": 1}, FSDP_COPIES),
+    "FSDP over shard x tp": (
+        "gpt",
+        SLOWED,
+        {"gpus": 4, "tp": 2, "fsdp": 2, "micro_batch": 1, "fsdp_over_tp": True},
+        FSDP_COPIES,
+    ),
     "replicas of FSDP": (
         "mlp",
         SLOWED,

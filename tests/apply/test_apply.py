@@ -597,6 +597,8 @@ def refuse(folder: Path) -> None:
     unknown = with_boundary(plan, "norm", {"y": "R -> S(1)"})
     refused(model, unknown, PlanMismatchError, "module norm, input y: Norm.forward takes no argument")
     refused(model, with_boundary(plan, "nonesuch", {"x": "R -> S(1)"}), PlanMismatchError, "names module 'nonesuch'")
+    with pytest.raises(UsageError, match="expected check=True, False or 'warn', got 'off'"):
+        apply_plan(model, plan, check="off")  # type: ignore[arg-type]
     apply_plan(model, plan)  # none of the refusals left a trace
     refused(model, plan, UsageError, "sharded already")
     ids, targets = batch()

@@ -127,13 +127,16 @@ def test_weights_given_in_a_call_are_those_of_one_process(way: str) -> None:
         assert_same(applied, expected)
 
 
-def doubled_from_outside(plan: Plan | None, is_plain: bool) -> tuple[float, dict[str, Tensor]]:
+def doubled_from_outside(
+    plan: Plan | None, is_plain: bool, has_gradients: bool = True
+) -> tuple[float, dict[str, Tensor]]:
     """The training code calls the model with other weights: DTensors, or plain tensors that are whole."""
     model = build("as_written")
     if plan is not None:
         model = tpplan.apply_plan(model, plan)
     given = {name: 2 * (whole(p) if is_plain else p) for name, p in model.named_parameters()}
-    value = functional_call(model, given, (inputs(BATCH, LENGTH)["x"],))
+    with torch.set_grad_enabled(has_gradients):
+        value = functional_call(model, given, (inputs(BATCH, LENGTH)["x"],))
     value.backward()
     return value.item(), gradients(model)
 
@@ -145,5 +148,6 @@ def test_weights_given_from_outside_are_dtensors() -> None:
     for applied_value, applied in run_ranks(2, doubled_from_outside, plan, False):
         assert applied_value == pytest.approx(value, rel=1e-5)
         assert_same(applied, expected)
-    with pytest.raises(RankError, match=r"layers\.0\.up\.weight is a plain tensor in place of the parameter"):
-        run_ranks(2, doubled_from_outside, plan, True)
+    for has_gradients in (True, False):
+        with pytest.raises(RankError, match=r"layers\.0\.up\.weight is a plain tensor in place of the parameter"):
+            run_ranks(2, doubled_from_outside, plan, True, has_gradients)

@@ -153,7 +153,8 @@ def test_init_writes_a_file_that_loads(write: Write, tmp_path: Path, capsys: pyt
     assert {name: tuple(value.shape) for name, value in inputs.items()} == {"ids": (2, 3), "targets": (2, 3)}
     assert spec.loss is not None
     assert "not overwritten" in failing(capsys, "init", made, "--of", f"{tmp_path / 'net.py'}:Tiny")[1]
-    assert "no class 'Other'" in failing(capsys, "init", tmp_path / "b.py", "--of", f"{tmp_path / 'net.py'}:Other")[1]
+    said = failing(capsys, "init", tmp_path / "b.py", "--of", f"{tmp_path / 'net.py'}:Other")[1]
+    assert "no class 'Other' with a forward; it defines Tiny" in said
     pytest.importorskip("transformers")
     assert main(["init", str(tmp_path / "hf.py"), "--of", f"hf:{config}"]) == 0
     assert load_model_file(str(tmp_path / "hf.py")).build_model().config.n_embd == 8
@@ -467,7 +468,7 @@ def test_a_hugging_face_configuration_of_no_known_model(write: Write) -> None:
     [
         (("--profile", "h100-sx"), 6, "unknown profile 'h100-sx'; did you mean 'h100-sxm'? (shipped: "),
         (("--profile", "no/such.json"), 6, "no/such.json: cannot be read"),
-        (("--tp", "3"), 2, "tp = 3 does not divide 4 GPUs; degrees that do: (1, 2, 4)"),
+        (("--tp", "3"), 2, "tp = 3 does not divide 4 GPUs; degrees that do: 1, 2, 4"),
         (("--tp", "4", "--fsdp", "2"), 2, "tp * fsdp = 8 does not divide 4 GPUs"),
         (("--micro-batch", "3"), 2, "--global-batch 16 is no multiple of --micro-batch 3"),
         (("--gpus", "0"), 2, "argument --gpus: expected a whole number from 1, got '0'"),

@@ -127,14 +127,16 @@ def test_what_is_guessed_of_a_module_that_runs_whole_is_said() -> None:
     executor = Executor()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor.observe(observed("seen", product))
-    with pytest.warns(UserWarning, match=r"aten\.nonzero\.default: priced by bytes alone"):
-        executor.observe(observed("guessed", product, sifts))
-    with pytest.warns(UserWarning, match="a size that data decides is priced as 1"):
-        executor.observe(observed("unbounded", product, is_bounded=False))
+        executor.observe(observed("seen", product), {})
+    with pytest.warns(
+        UserWarning, match=r"module sieve, which runs whole: aten\.nonzero\.default: priced by bytes alone"
+    ):
+        executor.observe(observed("guessed", product, sifts), {"guessed": "sieve"})
+    with pytest.warns(UserWarning, match="module <root>, which runs whole: a size that data decides is priced as 1"):
+        executor.observe(observed("unbounded", product, is_bounded=False), {"unbounded": ""})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor.observe(observed("guessed", product, sifts))
+        executor.observe(observed("guessed", product, sifts), {"guessed": "sieve"})
 
 
 def test_what_meta_tensors_do_not_run_moves_its_bytes_and_says_so() -> None:
@@ -182,7 +184,7 @@ def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
     return {"x": torch.zeros(batch, 8)}
 
 
-@pytest.mark.filterwarnings("ignore:in a module that runs whole:UserWarning")
+@pytest.mark.filterwarnings("ignore:module .*, which runs whole:UserWarning")
 def test_what_was_guessed_stands_in_the_plan() -> None:
     """However often a shared trace was warned of, and when a file is priced again."""
     reuse, cluster = tpplan.Reuse(), tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from moe_models import LENGTH, Layer, OwnMoe, loss, text
 from one_process import gradients, mean_over_replicas, part, relative_errors
 from ranks import run_ranks
-from test_expert_parallel import TOLERANCE, assert_as_one_process, one_process, solved
+from test_expert_parallel import MACHINE, TOLERANCE, assert_as_one_process, one_process, solved
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.anatomy.anatomy import anatomy
 from tpplan.core.errors import UsageError
 from tpplan.plan.plan import Plan, Recompute
 
@@ -87,6 +88,13 @@ def test_selective_recomputation_around_experts() -> None:
     plan = solved(OwnMoe, gpus=4, ep=2, fsdp=4, recompute="selective")
     assert set(plan.recomputed_modules().values()) == {Recompute.SELECTIVE}
     assert_as_one_process(OwnMoe, plan)
+
+
+def test_the_step_of_a_plan_with_divided_experts_is_pulled_apart() -> None:
+    plan = solved(OwnMoe, gpus=2, ep=2, fsdp=2, prove=False)
+    found = anatomy(plan, OwnMoe, text, profile=MACHINE, loss=loss)
+    assert not found.problem
+    assert found.timeline.end_s == pytest.approx(plan.predicted.step_time_s)
 
 
 def compiled(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:

@@ -38,6 +38,9 @@ WHOLE_VOCABULARY = {"model.embed_tokens": "replicated"}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = {"attention.self.*": "columns", "attention.output.dense": "rows"}
 BERT |= {"intermediate.dense": "columns", "output.dense": "rows"}
+T5_ATTENTION = ("encoder.block.*.layer.0.SelfAttention", "decoder.block.*.layer.0.SelfAttention")
+T5_ATTENTION += ("decoder.block.*.layer.1.EncDecAttention",)
+T5 = {f"{name}.[qkv]": "columns" for name in T5_ATTENTION} | {f"{name}.o": "rows" for name in T5_ATTENTION}
 NANOGPT = {"transformer.h.*.attn": "megatron"}
 #: by case: the model type, what its config adds, and pins
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -48,8 +51,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"is_decoder": True, **NO_DROPOUT},
         {f"bert.encoder.layer.*.{name}": style for name, style in BERT.items()} | {"cls.predictions": "replicated"},
     ),
+    # heads that a bias and a mask have, too: these are whole, and so is what reads them
+    "encoder and decoder": ("t5", {"d_kv": 8, "d_ff": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0}, T5),
 }
 LONG = pytest.mark.long
+SHORT = ("Megatron", "encoder and decoder")
 BATCH, SEQ_LEN = 4, 16
 
 
@@ -64,7 +70,9 @@ def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
 
 def built(case: str) -> nn.Module:
     name, more, _ = CASES[case]
-    return transformers.AutoModelForCausalLM.from_config(config_of(name, more))
+    config = config_of(name, more)
+    family = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return family.from_config(config)
 
 
 def loss_of(output: Any, _inputs: object) -> Tensor:
@@ -146,11 +154,12 @@ def in_plain_torch(case: str, text: str) -> dict[str, Tensor]:
     return gradients(load(text)(built(case), "cpu"))
 
 
-@pytest.mark.parametrize("case", [case if case == "Megatron" else pytest.param(case, marks=LONG) for case in CASES])
+@pytest.mark.parametrize("case", [case if case in SHORT else pytest.param(case, marks=LONG) for case in CASES])
 def test_plain_torch_trains_with_it_as_one_process_does(case: str) -> None:
     text = exported(case, "pytorch")
     is_followed = "Weights are cut as planned, and tensors between the cut layers are whole" not in text
     assert is_followed == (case == "two names of a bias")
+    assert ("are gathered, and what reads them runs whole" in " ".join(text.split())) == (case == "encoder and decoder")
     torch.manual_seed(0)
     expected = gradients(built(case))
     for found in run_ranks(2, in_plain_torch, case, text):

@@ -305,12 +305,16 @@ def test_estimates_add_up() -> None:
 # --- what is not covered -------------------------------------------------------------------------------------------
 
 
+def test_a_profile_without_matmuls_has_no_peak() -> None:
+    assert dataclasses.replace(H100, matmuls=()).peak_flop_per_s == 0.0
+
+
 def test_missing_measurements_are_named() -> None:
     with pytest.raises(ProfileError, match="no matmul measurement for dtype float64; covered: bfloat16, float16"):
         H100.matmul(m=1, n=1, k=1, dtype="float64")
     with pytest.raises(ProfileError, match="no attention measurement for dtype float64"):
         H100.attention(flop=1.0, dtype="float64", backward=False)
-    with pytest.raises(ProfileError, match="no all_reduce measurement for 16 ranks in a node of 8 GPUs"):
+    with pytest.raises(ProfileError, match="16 ranks in a node of 8 GPUs; covered: up to 8 ranks in a node"):
         H100.collective(Collective.ALL_REDUCE, GroupShape(ranks=16, ranks_per_node=16), 1.0)
     with pytest.raises(ProfileError, match="sizes >= 1, got m=0"):
         H100.matmul(m=0, n=1, k=1, dtype="bfloat16")

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -78,19 +79,25 @@ def test_what_is_missing_is_a_warning_with_the_path_of_its_key() -> None:
 
 def test_a_profile_that_is_mostly_noise_is_not_called_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every point that was repeated is made noisy; of FULL itself, one table has one that is."""
-    content = noisy_profile().to_dict()
-    assert 0 < noisy_share(HardwareProfile.from_dict(content, "x")) < 0.5
-    for part in content.values():
-        for table in part if isinstance(part, list) else [part]:
-            if isinstance(table, dict) and table.get("spread"):
-                points = range(len(table["spread"]["relative"]))
-                table["spread"] = {"relative": [0.5 for _ in points], "noisy_above": 0.2, "noisy": list(points)}
+    assert 0 < noisy_share(noisy_profile()) < 0.5
+    content = all_noisy()
     path = tmp_path / "noise.json"
     path.write_text(json.dumps(content))
     assert main(["profile", "check", str(path)]) == ProfileError.exit_code
     assert "100% of its points are noisy" in capsys.readouterr().err
     assert main(["profile", "check", str(path), "--json"]) == ProfileError.exit_code
     assert json.loads(capsys.readouterr().out)["invalid"].startswith("100% of its points are noisy")
+
+
+def all_noisy() -> dict[str, Any]:
+    """FULL, with noise at every point that was repeated."""
+    content = noisy_profile().to_dict()
+    for part in content.values():
+        for table in part if isinstance(part, list) else [part]:
+            if isinstance(table, dict) and table.get("spread"):
+                points = range(len(table["spread"]["relative"]))
+                table["spread"] = {"relative": [0.5 for _ in points], "noisy_above": 0.2, "noisy": list(points)}
+    return content
 
 
 def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,3 +286,20 @@ def test_steps_are_round() -> None:
     assert [nice_step(least) for least in (0.7, 1, 1.1, 3, 6, 160, 0.003)] == pytest.approx(
         [1, 1, 2, 5, 10, 200, 0.005]
     )
+
+
+def test_solve_warns_in_one_line_of_a_profile_that_is_mostly_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning stands on stderr alone; a profile with one noisy point gives none."""
+    model = str(Path(__file__).resolve().parents[2] / "scripts" / "examples" / "mlp.py")
+    words = ["--gpus", "1", "--global-batch", "4", "--seq-len", "4", "--precision", "fp32", "--no-prove"]
+    for content, warned in ((noisy_profile().to_dict(), 0), (all_noisy(), 1)):
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps(content))
+        assert main(["solve", model, *words, "--profile", str(path)]) == 0
+        told = capsys.readouterr()
+        warnings_told = [line for line in told.err.splitlines() if "warning" in line]
+        assert len(warnings_told) == warned
+        assert all("of its points are noisy, so plans by it are guesses" in line for line in warnings_told)
+        assert "guesses" not in told.out

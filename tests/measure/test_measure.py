@@ -25,6 +25,7 @@ from tpplan.machine.fit_tables import (
     memory_bound_table,
 )
 from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
+from tpplan.measure import timer
 from tpplan.measure.attention import AttentionShape
 from tpplan.measure.collectives import measure_collectives
 from tpplan.measure.compute import make_profile, measure_compute
@@ -48,6 +49,34 @@ TOY = ComputeGrid(
 )
 #: the profile keeps four significant digits
 ROUNDING = 1e-3
+
+
+class Clock:
+    """A clock that only work moves; the machine gets slower by `factor` after `slows_at` seconds."""
+
+    def __init__(self, slows_at: float, factor: float) -> None:
+        self.now, self.slows_at, self.factor = 0.0, slows_at, factor
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds * (self.factor if self.now >= self.slows_at else 1.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+def test_the_budget_is_kept_on_a_machine_that_gets_slower(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first of five rounds, which takes three of seven windows' time, the machine is slower by the factor."""
+    budget_s, points = 20.0, [1e-3 + 1e-5 * i for i in range(40)]
+    clock = Clock(budget_s * 3 / 7, factor)
+    monkeypatch.setattr(timer, "time", clock)
+    samples = in_rounds(CPU, points, lambda point: lambda: clock.work(point), "matmul", budget_s, timer.silent)
+    assert clock.now <= budget_s * 1.1
+    assert clock.now >= budget_s * 0.9
+    for point, seconds in samples.items():
+        assert len(seconds) == timer.NUM_REPEATS
+        assert seconds[0] == pytest.approx(point)
+        assert seconds[-1] == pytest.approx(point * factor)
 
 
 def measured_on_a_rank() -> dict[str, object]:
@@ -216,7 +245,7 @@ def test_a_machine_that_is_slow_for_a_while_is_so_in_one_repeat_of_each_point(mo
     order: list[str] = []
     monkeypatch.setattr(Stopwatch, "window", lambda self, work: Window(calls=2, beside=0, issue_s=0.0))
     monkeypatch.setattr(Stopwatch, "elapsed", lambda self, work, window: order.append(work()) or float(len(order)))
-    samples = in_rounds(CPU, ["a", "b"], lambda point: lambda: point, "", 1.0, lambda *_: None, repeats=3)
+    samples = in_rounds(CPU, ["a", "b"], lambda point: lambda: point, "", 1e3, lambda *_: None, repeats=3)
     assert order == ["a", "b"] * 3
     assert {point: seconds.tolist() for point, seconds in samples.items()} == {
         "a": [0.5, 1.5, 2.5],  # two calls a window
@@ -261,7 +290,7 @@ def test_mistakes_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="expected one dtype or more and a budget"):
         measure_compute(CPU, dtypes=[], budget_s=1.0, grid=TOY)
     assert not dist.is_initialized()
-    with pytest.raises(UsageError, match="no process group; start with torchrun"):
+    with pytest.raises(UsageError, match="there is no process group: start with torchrun"):
         measure_collectives([2], MESSAGES, device=CPU, ranks_per_node=2, budget_s=1.0)
 
 

@@ -147,8 +147,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "tpplan"
 #: what runs text, or finds code by its name
 RUNNING_NAMES = {"eval", "exec", "compile", "__import__"}
 RUNNING_MODULES = {"pickle", "marshal", "shelve", "importlib", "runpy", "code", "subprocess", "yaml", "ctypes"}
-#: what only finds files: the profiles that ship
-FINDS_FILES = {"importlib.resources"}
+#: what only finds files: the profiles that ship, and the versions of installed packages
+FINDS_FILES = {"importlib.resources", "importlib.metadata"}
 
 
 def imported(module: str) -> Iterator[str]:

@@ -229,7 +229,9 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         sizes=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.sizes.values(), strict=False)),
         losses=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.losses.values(), strict=False)),
         draws=("layers.*.mlp",),
-        fsdp=dataclasses.replace(plan.fsdp, exceptions=plan.fsdp.units[:1]),
+        fsdp=dataclasses.replace(
+            plan.fsdp, exceptions=plan.fsdp.units[:1], over_tp=plan.fsdp.over_tp and plan.fsdp.units[:1]
+        ),
         recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )

@@ -11,6 +11,7 @@ from tpplan.core.errors import PlanError
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
 from tpplan.core.mesh import Axis
 from tpplan.core.units import GIB
+from tpplan.plan.pipeline_plan import PipelinePlan, PipelinePrediction, Schedule
 from tpplan.plan.plan import (
     BatchPlan,
     BoundaryPlan,
@@ -33,6 +34,7 @@ from tpplan.plan.plan import (
 )
 from tpplan.plan.proof_hash import as_proven
 from tpplan.plan.report import as_data, render
+from tpplan.plan.report.stages import stage_facts
 from tpplan.solvers.problem import Status
 
 DIM, HIDDEN, VOCABULARY, LAYERS = 4096, 14336, 128_000, 32
@@ -421,3 +423,19 @@ def test_a_parameter_that_lies_otherwise_than_its_weight_has_its_own_line() -> N
     lines = render(make_plan(), width=120).splitlines()
     row = next(i for i, line in enumerate(lines) if "feed_forward.down_proj" in line)
     assert lines[row + 1].strip() == "bias R as P"
+
+
+def test_throughput_of_stages_counts_samples_without_a_length_and_needs_a_time() -> None:
+    whole = make_plan()
+    batch = replace(whole.batch, global_batch=8, seq_len=1)
+    stage = replace(whole, batch=batch, mesh_degrees=MeshPlan(replicate=1, shard=1, tp=1))
+    plan = PipelinePlan(
+        schema_version=1,
+        schedule=Schedule.ONE_F_ONE_B,
+        predicted=PipelinePrediction(step_time_s=0.5, stage_s=0.5, bubble_s=0.0, send_s=0.0),
+        solver=whole.solver,
+        stages=(stage, stage),
+    )
+    assert dict(stage_facts(plan))["speed"] == "16 samples/s, 8 per GPU"  # 8 samples in 0.5 s, on 2 GPUs
+    untimed = replace(plan, predicted=replace(plan.predicted, step_time_s=0.0))
+    assert "speed" not in dict(stage_facts(untimed))

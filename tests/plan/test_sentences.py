@@ -1,5 +1,6 @@
 """Sentences on modules of a plan: each number in them is one of the plan's."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tpplan.plan.plan import CollectivePlan, Pass, Plan, Recompute
 from tpplan.plan.report.glossary import GLOSSARY, glossary_lines
 from tpplan.plan.report.sentences import sentences
 from tpplan.plan.styles import Style
+from tpplan.plan.tp_shares import TpShares
 
 
 def collective(where: str, kind: str, axis: Axis, during: Pass, count: int = 32) -> CollectivePlan:
@@ -49,6 +51,26 @@ def test_columns_talk_to_no_one_and_rows_add_up(plan: Plan) -> None:
         "what it computes from them is a summand of the whole output; forward, one reduce-scatter of 64.0 MiB, 210 us "
         "(32 in a step); backward, one all-gather of 64.0 MiB, 210 us (32 in a step)."
     )
+
+
+def test_heads_are_counted_where_the_plan_knows_them(plan: Plan) -> None:
+    """32 query heads and 8 of keys and values on 4 GPUs, of which a fused weight has all in three parts."""
+    heads = {f"layers.*.attention.{name}_proj.weight": (32,) for name in "qkv"}
+    assert said(with_heads(plan, heads), "layers.*.attention.")[0] == (
+        f"layers.*.attention.k_proj, q_proj and v_proj: split by columns: from the whole input each of 4 GPUs computes "
+        f"8 of 32 heads ({DIM // 4} of {DIM} outputs), and sends nothing."
+    )
+    down = "layers.*.feed_forward.down_proj"
+    for counts, words in {
+        (32, 8, 8): "8 of 32, 2 of 8 and 2 of 8 heads (",
+        (12, 12, 12): "3 of 12 heads of each of 3 parts (",
+        (6,): f"{HIDDEN // 4} of {HIDDEN} inputs",  # six heads are not divided among four
+    }.items():
+        assert f"each of 4 GPUs has {words}" in said(with_heads(plan, {f"{down}.weight": counts}), down)[0]
+
+
+def with_heads(plan: Plan, heads: Mapping[str, tuple[int, ...]]) -> Plan:
+    return replace(plan, tp_shares=TpShares(flops_share=1.0, parameters_share=1.0, modules={}, heads=heads))
 
 
 def test_fsdp_is_told_of_the_unit_that_a_module_is_in(plan: Plan) -> None:

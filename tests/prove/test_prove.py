@@ -703,7 +703,7 @@ def without_f(self: local_modules.BoundaryConversion, x: Tensor, frames: list[lo
             lambda self, parameter, converter: parameter.full_tensor(),
             "cannot run",
         ),
-        (redistribute, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by"),
+        (redistribute, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by .* take "),
         (redistribute, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim), "is converted by"),
         (
             redistribute,

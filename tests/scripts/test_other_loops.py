@@ -29,7 +29,7 @@ CONFIG |= {"bos_token_id": 1, "eos_token_id": 2, "architectures": ["LlamaForCaus
 
 needs = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"no {name} here")
-    for name in ("accelerate", "lightning", "transformers")
+    for name in ("accelerate", "lightning", "transformers", "trl")
 }
 
 
@@ -121,12 +121,25 @@ def planned_config(folder: Path, mesh: str) -> tuple[str, str]:
 @needs["transformers"]
 @pytest.mark.parametrize("mesh", MESHES)
 def test_in_the_trainer_of_transformers(mesh: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     plan, config = planned_config(tmp_path, mesh)
     found = losses_of(on_two_ranks("in_hf_trainer.py", plan, config))
+    assert found == pytest.approx(of_config(config), rel=1e-4)
+
+
+@needs["accelerate"]
+@needs["trl"]
+@pytest.mark.parametrize("mesh", MESHES)
+def test_in_the_sft_trainer_of_trl(mesh: str, tmp_path: Path) -> None:
+    plan, config = planned_config(tmp_path, mesh)
+    found = losses_of(on_two_ranks("in_trl_sft.py", plan, config))
+    assert found == pytest.approx(of_config(config), rel=1e-4)
+
+
+def of_config(config: str) -> list[float]:
+    """The losses of transformers' model of a config in one process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     tokens = torch.randint(CONFIG["vocab_size"], (STEPS * BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    losses = trained(model, lambda own, rows: own(input_ids=tokens[rows], labels=tokens[rows]).loss, clip=True)
-    assert found == pytest.approx(losses, rel=1e-4)
+    return trained(model, lambda own, rows: own(input_ids=tokens[rows], labels=tokens[rows]).loss, clip=True)

@@ -120,7 +120,10 @@ def test_a_hand_made_plan_is_proven_as_any_other(problem: Problem, best: Plan) -
 def test_what_is_not_there_is_said(problem: Problem, best: Plan) -> None:
     plain = problem_of(TinyLlama)
     other = expert_plan(plain, "hf", plain.solve(prove=False), prove=False)
-    assert (other.plan, other.problem) == (None, "the model has no tp_plan of its own")
+    assert (other.plan, other.problem) == (
+        None,
+        "the model has no tp_plan of its own, a dict {pattern of modules: style}",
+    )
     with pytest.raises(UsageError, match="unknown plan 'magic'"):
         expert_plan(problem, "magic", best, prove=False)
     assert {*_ALL.split(",")} == {*RECIPES}

@@ -1,6 +1,7 @@
 """How many stages: the fastest of all numbers of them, found without solving those that a bound excludes."""
 
 import math
+from pathlib import Path
 
 import pytest
 from examples import FOLDER
@@ -11,8 +12,9 @@ from profiles import synthetic_profile
 from tpplan.commands import main
 from tpplan.core.errors import InfeasibleError, TpplanError
 from tpplan.machine.profile import HardwareProfile
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.report.stages import stage_facts
 from tpplan.search.pipelines.any_pipeline import VIRTUAL_STAGES
 from tpplan.search.points.options import Options
 
@@ -109,3 +111,19 @@ def test_stages_on_a_gpu_need_a_number_of_stages(capsys: pytest.CaptureFixture[s
     arguments = ["--gpus", "4", "--profile", "h100-sxm", "--global-batch", "8", "--seq-len", "16"]
     assert main(["solve", str(FOLDER / "gpt.py"), *arguments, "--pp", parts, "--virtual-stages", "2"]) == 2
     assert f"--virtual-stages with --pp {parts}" in capsys.readouterr().err
+
+
+def test_a_plan_of_stages_says_what_was_asked_for(tmp_path: Path) -> None:
+    """The model, the command and the pins, as other plans do."""
+    model, pin, path = str(FOLDER / "gpt.py"), "layers.*.feed_forward=replicate", tmp_path / "plan.json"
+    words = ["--gpus", "2", "--profile", "h100-sxm", "--global-batch", "4", "--seq-len", "16", "--micro-batch", "1"]
+    assert main(["solve", model, *words, "--pp", "2", "--no-prove", "--pin", pin, "-o", str(path)]) == 0
+    plan = load_plan(path)
+    assert isinstance(plan, PipelinePlan)
+    request = plan.request
+    assert request is not None
+    assert (request.model, request.pins) == (model, {"layers.*.feed_forward": "replicate"})
+    assert request.command is not None
+    assert request.command.startswith(f"tpplan solve {model} --gpus 2 ")
+    told = dict(stage_facts(plan))
+    assert (told["command"], told["pins"]) == (request.command, pin)

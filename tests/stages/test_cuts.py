@@ -16,6 +16,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.search.models.subject import Subject
 from tpplan.search.models.trace_cache import Reuse, TraceCache
+from tpplan.search.pipelines.solve_stages import why_no_parts
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
@@ -45,6 +46,17 @@ def test_every_layer_may_end_a_stage() -> None:
     graph = traced(subject_of(Stack))
     cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
     assert [(cut.unit, cut.why_not) for cut in cuts] == [(f"layers.{i}", "") for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "message"),
+    [
+        (1, 2, "--pp 2: a model in stages needs several GPUs, and there is 1: leave --pp out"),
+        (6, 4, "--pp 4 does not divide 6 GPUs: take one of 2, 3, 6"),
+    ],
+)
+def test_parts_that_the_gpus_cannot_be_divided_into_are_refused(gpus: int, stages: int, message: str) -> None:
+    assert why_no_parts(stages, Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE)) == message
 
 
 def test_more_stages_than_layers_are_refused_with_their_number() -> None:

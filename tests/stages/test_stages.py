@@ -1,5 +1,6 @@
 """A model in stages on real ranks against one process: losses, gradients, training, checkpoints."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,13 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
         (2, 4, {"fsdp": 2, "tp": 1}),
         (2, 4, {"fsdp": 1, "tp": 1}),
         (2, 8, {"fsdp": 2, "tp": 2}),
+        (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "fsdp_over_tp": True}),
     ],
 )
 def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     plan = solved(Stack, stages=stages, gpus=gpus, **options)
     assert plan.parts == stages
+    assert [bool(own.fsdp.over_tp) for own in plan.stages] == [bool(options.get("fsdp_over_tp"))] * len(plan.stages)
     assert_as_one_process(Stack, plan)
 
 
@@ -463,6 +466,32 @@ def test_file_is_read_as_it_was_written_shown_and_checked(tmp_path: Path, capsys
     path.write_text(text_of.replace('"last": "layers.1"', '"last": "layers.0"'))
     with pytest.raises(PlanError, match=r"stages\[1\]\.stage\.receives"):
         load_plan(path)
+
+
+def test_plans_of_stages_are_explained_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage's sentences are those of its own plan; the parts of both steps add up to their difference."""
+    one, other = solved(Stack, stages=2, gpus=2, prove=False), solved(Stack, stages=4, gpus=4, prove=False)
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for plan, path in zip((one, other), paths, strict=True):
+        plan.dump(path)
+    assert main(["explain", paths[0], "layers.*", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["stages"]
+    assert [own["stage"] for own in told] == [0, 1]
+    assert told[0]["does"].startswith(
+        "Stage 0 of 2 runs layers 0-1, and keeps what 2 micro-batches need for backward. "
+    )
+    assert "sends" not in told[1]["does"]
+    assert main(["explain", paths[0], "nowhere"]) == UsageError.exit_code
+    assert main(["explain", paths[0], "layers.*", "--why-not", "megatron", "gpt.py"]) == UsageError.exit_code
+    assert "take a plan of a whole model" in capsys.readouterr().err
+    assert main(["diff", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    steps = [plan.predicted.step_time_s for plan in (one, other)]
+    assert sum(theirs - ours for _, ours, theirs in found["time_s"]) == pytest.approx(steps[1] - steps[0])
+    assert [name for name, *_ in found["settings"]] == ["stages"]
+    one.stages[0].dump(paths[1])
+    assert main(["diff", *paths]) == 0
+    assert "filling and draining" in capsys.readouterr().out
 
 
 def test_unproven_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_a_model_whose_own_code_fails_on_slices_gets_another_plan(build: Callabl
     assert solved(build).proof.status == "proven"
 
 
-#: what breaks, as in a torch that lacks something: a function of tpplan's that a plan's applying calls, and the error
+#: what breaks, as in a torch that lacks something: what an applied forward calls in tpplan, and the error
 BREAKS = {
     "reading a parameter": (parameter_reads, "spec_of", AttributeError("'DTensor' object has no attribute '_spec'")),
     "a collective": (redistribute, "_run_collective", RuntimeError("no such operator")),
     "the order of arguments of a collective": (redistribute, "_wait", TypeError("got an unexpected argument 'group'")),
-    "a module's table": (local_modules, "own_parameters", KeyError("_parameters")),
+    "a module's forward": (local_modules, "Frame", KeyError("_parameters")),
 }
 
 

@@ -207,6 +207,23 @@ def test_what_no_profile_says_of_a_gpu_is_refused_by_name(name: str) -> None:
         trace(Mlp(asking), inputs())
 
 
+@pytest.mark.parametrize("name", ["memory_allocated", "synchronize", "get_device_capability"])
+def test_a_gpu_may_be_named_by_keyword(name: str) -> None:
+    with planning_for(PlannedDevice(type="cuda", capability=(9, 0))):
+        trace(Mlp(lambda _, h: (getattr(torch.cuda, name)(device=0), h)[1]), inputs())
+
+
+def test_no_accelerator_is_available_on_a_planned_cpu_whatever_torch_was_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built_for = lambda check_available=False: None if check_available else torch.device("cuda")  # noqa: E731
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+    asking: Between = lambda _, h: chosen(torch.accelerator.current_accelerator(check_available=True) is None, h)  # noqa: E731
+    with planning_for(PlannedDevice(type="cpu")):
+        graph = trace(Mlp(asking), inputs())
+    assert any("softmax" in op.target for op in graph.ops)
+
+
 def test_what_no_profile_says_of_a_gpu_may_be_printed() -> None:
     with planning_for(PlannedDevice(type="cuda")):
         trace(Mlp(lambda _, h: (f"{torch.cuda.memory_allocated()}", h)[1]), inputs())
@@ -226,7 +243,7 @@ def test_outside_of_a_trace_nothing_is_told() -> None:
 
 def test_a_device_is_read_as_it_is_written() -> None:
     for text in ("cpu", "cuda", "cuda 9.0"):
-        assert str(PlannedDevice.parse(text)) == text
-    with pytest.raises(PlanError, match="expected a device"):
-        PlannedDevice.parse("cuda 9")
+        assert str(PlannedDevice.parse(text, plan_path="proof.device")) == text
+    with pytest.raises(PlanError, match=r"^proof\.device: expected a device.*got 'cuda 9'$"):
+        PlannedDevice.parse("cuda 9", plan_path="proof.device")
     assert str(PlannedDevice.of(load_profile("a100-sxm-80gb"))) == "cuda 8.0"

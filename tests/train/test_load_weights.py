@@ -373,4 +373,4 @@ def one_rank_has_other_weights(saved: Path) -> str:
 def test_one_ranks_error_is_raised_on_all(saved: Path) -> None:
     first, second = run_ranks(2, one_rank_has_other_weights, saved)
     assert first == f"rank 1: {second}"
-    assert second.endswith("nowhere: no *.safetensors there")
+    assert second.endswith("nowhere: no *.safetensors there: pass a safetensors file, or a folder with some")

@@ -18,6 +18,7 @@ import torch.distributed.tensor
 from examples import eager_to_shard, solve_example
 from one_process import relative_errors
 from ranks import run_ranks
+from test_readmes import run_command
 
 import tpplan
 from tpplan.plan.pipeline_plan import PipelinePlan
@@ -278,14 +279,6 @@ def test_a_hugging_face_model_trains_on_two_ranks_as_on_one(tmp_path: Path) -> N
     ).dump(plan)
     options = [source, "--steps", "2", "--device", "cpu"]
     train.main([*options, "--batch", "4", "--seq-len", "16", "--record", str(recorded)])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(TRAIN), *options, "--plan", str(plan), "--against", str(recorded)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "gradients of step 0, relative: largest difference" in done.stdout
+    sharded = ["torchrun", "--nproc-per-node", "2", str(TRAIN), *options, "--plan", str(plan)]
+    output = run_command([*sharded, "--against", str(recorded)], tmp_path)
+    assert "gradients of step 0, relative: largest difference" in output

@@ -15,13 +15,14 @@ from ranks import run_ranks
 from torch import nn
 
 from tpplan.commands import main
-from tpplan.core.errors import UsageError, VerificationError
+from tpplan.core.errors import ModelError, UsageError, VerificationError
 from tpplan.core.layout import R_STAR, Conversion, R, S
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import CrossingPlan, Plan
 from tpplan.search.models.user_model import load_model_file
 from tpplan.verify.collective_log import differences, first_member, listed
-from tpplan.verify.rank_task import Findings, Subject, applied, examine_model, mesh_of, reference_step, split
+from tpplan.verify.fake_step import mesh_of
+from tpplan.verify.rank_task import Findings, Subject, applied, examine_model, reference_step, split
 from tpplan.verify.shrink import in_float32, on_mesh, smaller_mesh, with_layers
 from tpplan.verify.verify import Check, Outcome, compare, verify_plan
 
@@ -122,6 +123,22 @@ def test_a_missing_collective_fails_and_names_its_module(
 
 def subject_of(source: str) -> Subject:
     return Subject(spec=load_model_file(source), dropped=frozenset())
+
+
+@pytest.mark.parametrize("text", ["-5", "0", "nan"])
+def test_a_timeout_is_above_zero(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "plan.json", "model.py", "--timeout", text])
+    assert ended.value.code == UsageError.exit_code
+    assert f"argument --timeout: expected seconds greater than 0, got '{text}'" in capsys.readouterr().err
+
+
+def test_a_model_without_a_loss_is_a_model_error(tmp_path: Path) -> None:
+    lines = "import torch", "def build_model(): return torch.nn.Linear(4, 4)", "def example_inputs(batch): return ()"
+    (tmp_path / "model.py").write_text("\n".join(lines), encoding="utf-8")
+    subject = subject_of(str(tmp_path / "model.py"))
+    with pytest.raises(ModelError, match=r"model\.py: there is no loss to train with: define loss\(outputs, inputs\)"):
+        subject.loss(torch.ones(4, requires_grad=True), ())
 
 
 def found_by(plan: Plan, source: str, meddle: Callable[[nn.Module], None]) -> dict[str, Check]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tpplan.core.graph import Boundary, Op, enclosing
+from tpplan.core.graph import enclosing
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.step_time import StepTime, rerun, time_of
 from tpplan.costs.step.formulate import Formulation
@@ -158,8 +158,8 @@ class _MicroBatches:
             for unit in self._starts.get(position, ()):
                 self._begin_forward(track, unit)
             time = self.formulation.table[self.formulation.space.classes[name]][0]
-            track.run(Stream.COMPUTE, COMPUTE, _module_of(decider), time.forward.seconds)
-            track.run(Stream.TENSOR, TENSOR_PARALLEL, _module_of(decider), time.forward_collectives.seconds)
+            track.run(Stream.COMPUTE, COMPUTE, decider.module, time.forward.seconds)
+            track.run(Stream.TENSOR, TENSOR_PARALLEL, decider.module, time.forward_collectives.seconds)
             for unit in self._ends.get(position, ()):
                 self._end(track, unit, self._gather(unit) if unit.name else _NOTHING)
 
@@ -173,15 +173,14 @@ class _MicroBatches:
     def _backward(self, track: _Track, *, is_last: bool) -> None:
         for position in range(len(self._decisions) - 1, -1, -1):
             name, decider = self._decisions[position]
-            module = _module_of(decider)
             for unit in reversed(self._ends.get(position, ())):
                 self._begin_backward(track, unit, is_last=is_last)
             for kernels_s, sent_s, again in self._again_at.get(position, ()):
                 track.run(Stream.COMPUTE, RECOMPUTATION, again, kernels_s)
                 track.run(Stream.TENSOR, TENSOR_PARALLEL, again, sent_s)
             time = self.formulation.table[self.formulation.space.classes[name]][0]
-            track.run(Stream.TENSOR, TENSOR_PARALLEL, module, time.backward_collectives.seconds)
-            track.run(Stream.COMPUTE, COMPUTE, module, time.backward.seconds)
+            track.run(Stream.TENSOR, TENSOR_PARALLEL, decider.module, time.backward_collectives.seconds)
+            track.run(Stream.COMPUTE, COMPUTE, decider.module, time.backward.seconds)
             for unit in reversed(self._starts.get(position, ())):
                 self._end_backward(track, unit, is_last=is_last)
         for unit in self._without_nodes:
@@ -284,7 +283,7 @@ class _MicroBatches:
         """By unit the first and the last position of its decisions; the root's are those of the whole."""
         names, found = {unit.name for unit in self.formulation.groups.units}, dict[str, tuple[int, int]]()
         for position, (_, decider) in enumerate(self._decisions):
-            for name in {*enclosing(_module_of(decider)), ""} & names:
+            for name in {*enclosing(decider.module), ""} & names:
                 found[name] = found.get(name, (position,))[0], position
         return found
 
@@ -313,7 +312,7 @@ class _MicroBatches:
         """Seconds of kernels and of collectives of modules recomputed beside layers, by the last position in each."""
         found: dict[int, list[tuple[float, float, str]]] = {}
         for module, kernels_s, sent_s in self._recomputed_within():
-            inside = (i for i, (_, decider) in enumerate(self._decisions) if module in enclosing(_module_of(decider)))
+            inside = (i for i, (_, decider) in enumerate(self._decisions) if module in enclosing(decider.module))
             found.setdefault(max(inside), []).append((kernels_s, sent_s, module))
         return found
 
@@ -326,7 +325,3 @@ class _MicroBatches:
         for module in modules:
             again = rerun(lifetimes, times, None, (module,))
             yield module, again.compute.seconds, again.collectives.seconds
-
-
-def _module_of(decider: Decider) -> str:
-    return decider.module if isinstance(decider, Op | Boundary) else decider.op.module

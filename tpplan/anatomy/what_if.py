@@ -7,31 +7,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpplan.core.errors import InfeasibleError, TpplanError, UsageError, VerificationError
+from tpplan.core.errors import first_line
 from tpplan.core.mesh import Mesh
-from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import BANDWIDTH, GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
-from tpplan.search.comparisons.alternatives import Problem, with_links
+from tpplan.search.comparisons.alternatives import NO_CHANGED_PLAN, Problem, with_links
 from tpplan.search.points.options import Cluster
 
 #: what a value is multiplied with
 FACTORS = (0.25, 0.5, 1, 2, 4)
 MEMORY_FACTORS = (0.5, 0.75, 1, 1.25, 1.5)
-#: errors that say that there is no plan for a value
-_NONE = (InfeasibleError, UsageError, NoLayoutError, VerificationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """One thing to change: its name, its value in the plan, other values in ascending order, and the options of solve
-    and the samples of a batch for each."""
+    """One thing to change: its name, its value in the plan, the values to try, ascending, and the options of solve for
+    each."""
 
     name: str
     now: float
     values: tuple[float, ...]
     options: Callable[[float], dict[str, Any]]
-    batch: Callable[[float], int]
 
 
 def curves(
@@ -61,30 +57,17 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
         nodes = replace(cluster, gpus=gpus, gpus_per_node=min(gpus, max(cluster.gpus_per_node, min(per_node, gpus))))
         return {"cluster": nodes}
 
-    whole = [value for factor in FACTORS if (value := cluster.gpus * factor) == int(value) and value >= 1]
-    yield _Change(
-        name=GPUS,
-        now=cluster.gpus,
-        values=tuple(whole),
-        options=with_gpus,
-        batch=lambda _: batch.global_batch,
-    )
-    batches = [value for factor in FACTORS if (value := batch.global_batch * factor) == int(value) and value >= 1]
-    yield _Change(
-        name=GLOBAL_BATCH,
-        now=batch.global_batch,
-        values=tuple(batches),
-        options=lambda value: {"global_batch": int(value)},
-        batch=int,
-    )
+    def with_batch(value: float) -> dict[str, Any]:
+        return {"global_batch": int(value)}
+
+    yield _Change(name=GPUS, now=cluster.gpus, values=_whole(cluster.gpus), options=with_gpus)
+    yield _Change(name=GLOBAL_BATCH, now=batch.global_batch, values=_whole(batch.global_batch), options=with_batch)
     if batch.seq_len > 1:
-        lengths = [value for factor in FACTORS if (value := batch.seq_len * factor) == int(value) and value >= 1]
         yield _Change(
             name=SEQUENCE_LENGTH,
             now=batch.seq_len,
-            values=tuple(lengths),
+            values=_whole(batch.seq_len),
             options=lambda value: {"seq_len": int(value)},
-            batch=lambda _: batch.global_batch,
         )
     limit = plan.predicted.memory_limit_bytes
     if limit:
@@ -93,7 +76,6 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
             now=limit,
             values=tuple(limit * factor for factor in MEMORY_FACTORS),
             options=lambda value: {"memory_limit_bytes": value},
-            batch=lambda _: batch.global_batch,
         )
     if cluster.gpus > 1:
         yield _Change(
@@ -101,8 +83,12 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
             now=1,
             values=FACTORS,
             options=lambda value: {"cluster": _with_bandwidth(cluster, value)},
-            batch=lambda _: batch.global_batch,
         )
+
+
+def _whole(now: int) -> tuple[float, ...]:
+    """The whole numbers from 1 among a number times FACTORS."""
+    return tuple(value for factor in FACTORS if (value := now * factor) == int(value) and value >= 1)
 
 
 def _with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
@@ -116,12 +102,10 @@ def _with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
 def _outcome(problem: Problem, change: _Change, value: float) -> Outcome:
     try:
         plan = problem.solve(**change.options(value), prove=False)
-    except TpplanError as error:
-        if not isinstance(error, _NONE):
-            raise
-        return Outcome(value=value, problem=str(error).splitlines()[0])
+    except NO_CHANGED_PLAN as error:
+        return Outcome(value=value, problem=first_line(error))
     seconds = plan.predicted.step_time_s
-    rate = change.batch(value) / seconds if seconds else None
+    rate = plan.batch.global_batch / seconds if seconds else None
     return Outcome(value=value, step_time_s=seconds, samples_per_s=rate, mesh=_in_short(plan.mesh))
 
 

@@ -3,11 +3,13 @@ FSDP2 (tpplan.apply.data_parallel).
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+    tpplan.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
 
 The model stays eager and keeps its parameter names. Its parameters become DTensors on (replicate, shard, tp): make the
-optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which one, and the first
-training forward checks that the ranks do (tpplan.apply.modules.first_step_check).
+optimizer afterwards. Divided experts, and layers that FSDP shards over shard and tp together, are on meshes of their
+own (tpplan.apply.expert_parallel, tpplan.apply.fsdp_over_tp). Every rank of a tp group must read the same batch:
+Plan.batch_for says which one, and the first training forward checks that the ranks do
+(tpplan.apply.modules.first_step_check).
 """
 
 import contextlib
@@ -25,16 +27,18 @@ from torch.distributed.fsdp import FSDPModule
 from tpplan.apply.collectives.cross_entropy import ShardedClasses
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.row_bags import RowBags
-from tpplan.apply.data_parallel import AVERAGER, broadcast_replicas, leave_untouched, reduce_gradients, shard_data
-from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh
-from tpplan.apply.first_forward_check import check_calls
-from tpplan.apply.model_match import (
-    check_filled,
-    check_model,
-    module_called,
-    modules_by_name,
-    outermost_by_name,
+from tpplan.apply.data_parallel import (
+    AVERAGER,
+    broadcast_experts,
+    broadcast_replicas,
+    leave_untouched,
+    reduce_gradients,
+    shard_data,
 )
+from tpplan.apply.expert_parallel import divide_experts, experts_mesh
+from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.fsdp_over_tp import mesh_for
+from tpplan.apply.model_match import check_filled, check_model, module_called, modules_by_name, outermost_by_name
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
@@ -42,8 +46,8 @@ from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
-from tpplan.apply.pipeline import STAGES, check_everywhere, check_stages, run_in_stages
-from tpplan.apply.rank_agreement import check_ranks_agree
+from tpplan.apply.pipeline import STAGES, check_stages, run_in_stages
+from tpplan.apply.rank_agreement import check_ranks_agree, raise_on_all_ranks
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.core.mesh import Axis
@@ -52,6 +56,7 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.rank_stages import joined, stage_copies
+from tpplan.torch_internals.groups import group_of_all_axes
 from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
@@ -82,11 +87,12 @@ def apply_plan(
     run as many forwards, in evaluation too: one that is out of batches runs one again and leaves its result out. Under
     a plan of stages the model becomes this rank's stage, and trains by `model.step` (tpplan.apply.pipeline).
 
-    Raises UsageError without a process group or for a model that a plan was applied to before, PlanError for a plan
-    that cannot be read, and PlanMismatchError for a model, a number of ranks or ranks that the plan does not fit. An
-    error on one rank is raised on all ranks.
+    Raises UsageError without a process group, for a model that a plan was applied to before and for another `check`,
+    PlanError for a plan that cannot be read, and PlanMismatchError for a model, a number of ranks or ranks that the
+    plan does not fit. An error on one rank is raised on all ranks.
     """
     _check_ready(model)
+    reaction = OnMismatch.of(check)
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
     plans = (loaded,) if isinstance(loaded, Plan) else loaded.stages
@@ -98,11 +104,12 @@ def apply_plan(
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     if isinstance(loaded, Plan):
         mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
-        return _applied(model, loaded, mesh, originals, compile=compile, check=OnMismatch(check))
+        over_tp = mesh_for(loaded, mesh)
+        return _applied(model, loaded, mesh, originals, compile=compile, check=reaction, over_tp=over_tp)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
-    return _in_stages(model, loaded, everywhere, originals, compile=compile, check=OnMismatch(check))
+    return _in_stages(model, loaded, everywhere, originals, compile=compile, check=reaction)
 
 
 def _in_stages(
@@ -126,16 +133,17 @@ def _in_stages(
             check_filled(part, plan)
     except TpplanError as found:
         error = found
-    check_everywhere(error)
+    raise_on_all_ranks(error, PlanMismatchError)
     mesh = everywhere[_AXES]
-    group = mesh._flatten().get_group() if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
+    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
-        _applied(part, plan, mesh, own, compile=compile, check=check, group=group)
+        _applied(part, plan, mesh, own, compile=compile, check=check, group=group, over_tp=over_tp)
     if len(parts) > 1:
         joined(model, parts)
         keep_mesh(model, mesh)
-    run_in_stages(model, parts, loaded, everywhere, reduce_gradients)
+    run_in_stages(model, parts, loaded, everywhere)
     return model
 
 
@@ -148,8 +156,10 @@ def _applied(
     compile: bool,
     check: OnMismatch,
     group: dist.ProcessGroup | None = None,
+    over_tp: DeviceMesh | None = None,
 ) -> nn.Module:
-    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default."""
+    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default. `over_tp` is
+    the mesh of FSDP units over shard and tp."""
     device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
@@ -171,8 +181,8 @@ def _applied(
         broadcast_experts(model, loaded, of_experts)
     if compile:
         _compile_layers(model, loaded)
-    shard_data(model, loaded, mesh, of_experts)
-    keep_mesh(model, mesh, of_experts)
+    shard_data(model, loaded, mesh, of_experts, over_tp)
+    keep_mesh(model, mesh, of_experts, over_tp)
     check_shapes(model, loaded, check)
     check_calls(model, loaded, mesh.device_type, check, group)
     check_first_step(model, mesh, originals, group)
@@ -234,7 +244,7 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
 
 def _check_ready(model: nn.Module) -> None:
     """Raises UsageError without a process group, and for a model that is sharded already."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         raise UsageError(
             "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
         )

@@ -44,7 +44,10 @@ def clip_grad_norm_(
         dist.all_gather(of_stages, total, group=stages)
         total = torch.linalg.vector_norm(torch.stack(of_stages), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}: it cannot be clipped")
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {total.item()}, and cannot be clipped: look for "
+            "its cause in the loss, or scale by it all the same with error_if_nonfinite=False"
+        )
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, total, foreach)
     return total

@@ -15,7 +15,9 @@ from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Reducer, Slot
 from tpplan.apply.expert_parallel import shard_experts
+from tpplan.apply.fsdp_over_tp import take_off_tp
 from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name, plan_name
+from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, is_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
@@ -60,26 +62,48 @@ def leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     model.__dict__[AVERAGER] = averager
 
 
-@torch.no_grad()
 def broadcast_replicas(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
 ) -> None:
     """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard. Leaves out
     experts that are divided over ranks."""
+    divided = {id(weight) for weight in _divided_weights(model, plan)}
+    _broadcast([own for own in model.parameters() if id(own) not in divided], mesh, axes)
+
+
+def broadcast_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Gives ranks with the same experts the values of the first of them. `mesh` is that of the experts."""
+    _broadcast(_divided_weights(model, plan), mesh, (Axis.REPLICATE, Axis.EXPERT_SHARD))
+
+
+def _divided_weights(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """The parameters of the modules whose experts the plan divides."""
     modules = modules_by_name(model)
-    divided = {id(weight) for name in plan.expert_calls() for weight in modules[name].parameters()}
+    return [weight for name in plan.expert_calls() for weight in modules[name].parameters()]
+
+
+@torch.no_grad()
+def _broadcast(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, axes: Sequence[Axis]) -> None:
+    """Broadcasts local parts with values from the first rank of each axis, one axis after the other."""
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
-            for parameter in (own for own in model.parameters() if id(own) not in divided):
+            for parameter in parameters:
                 local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
 
 
-def shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMesh | None) -> None:
-    """Applies fully_shard over the data-parallel axes to each planned unit, divided experts first and the root last.
+def shard_data(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    of_experts: DeviceMesh | None,
+    over_tp: DeviceMesh | None = None,
+) -> None:
+    """Applies fully_shard to each planned unit, divided experts first and the root last: over the data-parallel axes,
+    or those of the mesh `over_tp`.
 
-    FSDP averages gradients over the data-parallel ranks.
+    FSDP averages gradients over the ranks that it shards over.
     """
     is_mixed = plan.precision is Precision.BF16_MIXED
     if not uses_fsdp(plan.mesh, plan.precision):
@@ -88,10 +112,15 @@ def shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: Devic
     if plan.fsdp.whole_gradients:
         model.__dict__[WHOLE_GRADIENTS] = True
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
+    axes_over_tp, units_over_tp = axes, plan.units_over_tp()
+    if over_tp is not None:
+        axes_over_tp = over_tp[SHARD_TP] if plan.mesh.replicate == 1 else over_tp[REPLICATE, SHARD_TP]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()
     if of_experts is not None:
         shard_experts(model, plan, of_experts, policy)
+    if over_tp is not None:
+        take_off_tp(model, plan, over_tp, [slot for reducer in _reducers(model) for slot in reducer.slots])
     outermost = outermost_by_name(model)
     scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
     resharded = plan.resharded_units()
@@ -100,7 +129,7 @@ def shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: Devic
         reshard = resharded.get(name, False)
         fully_shard(
             module_called(outermost, name),
-            mesh=axes,
+            mesh=axes_over_tp if name in units_over_tp else axes,
             reshard_after_forward=reshard,
             mp_policy=policy,
             ignored_params=scalars,
@@ -147,7 +176,7 @@ def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh,
     """
     names = plan.scalars_beside_fsdp()
     scalars = {model.get_parameter(name) for name in _real_names(model, names)}
-    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)
+    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars and not is_over_tp(p))
     on = next((parameter.device_mesh for parameter in sharded), axes)
     groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
     averager = model.__dict__[AVERAGER] = Averager(groups=groups)

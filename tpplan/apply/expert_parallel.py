@@ -5,12 +5,9 @@ The shard axis of the mesh is taken apart in two: `ep`, ranks with different exp
 other weights are on (replicate, shard, tp): torch's clip_grad_norm_ takes one mesh, tpplan.clip_grad_norm_ both.
 """
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name
 from tpplan.core.graph import within
@@ -18,7 +15,6 @@ from tpplan.core.mesh import Axis
 from tpplan.experts.exchange import EpGroup
 from tpplan.experts.expert_share import ExpertShare, take_share
 from tpplan.plan.plan import Plan
-from tpplan.torch_internals.tensors import local_part
 
 _AXES = (Axis.REPLICATE, Axis.EXPERT_SHARD, Axis.EP, Axis.TP)
 
@@ -40,21 +36,6 @@ def divide_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for name, call in plan.expert_calls().items():
         own = EpGroup(group.group_name, group.size())
         take_share(module_called(modules, name), ExpertShare(call, plan.experts.ep, plan.experts.imbalance, own))
-
-
-@torch.no_grad()
-def broadcast_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Gives ranks with the same experts the values of the first of them."""
-    modules = modules_by_name(model)
-    for axis in (Axis.REPLICATE, Axis.EXPERT_SHARD):
-        if mesh[str(axis)].size() == 1 or dist.get_backend() == "fake":
-            continue
-        for name in plan.expert_calls():
-            for weight in modules[name].parameters():
-                assert isinstance(weight, DTensor)
-                local = local_part(weight)
-                if not local.is_meta:
-                    dist.broadcast(local.detach(), group=mesh.get_group(str(axis)), group_src=0)
 
 
 def shard_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -13,6 +13,8 @@ seen.
 
 import contextlib
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -47,10 +49,14 @@ def check_calls(
         return
     if dist.get_backend() == "fake":
         return
-    proven_device = (plan.proof.device or "").partition(" ")[0]
-    is_autocast = plan.precision is Precision.BF16_AUTOCAST
     first = _FirstCalls(
-        planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast, group
+        planned=planned,
+        whole=frozenset(plan.opaque_modules()),
+        proven_device=(plan.proof.device or "").partition(" ")[0],
+        device_type=device_type,
+        check=check,
+        is_autocast=plan.precision is Precision.BF16_AUTOCAST,
+        group=group,
     )
     first.handles = (
         model.register_forward_pre_hook(first.before),
@@ -59,6 +65,7 @@ def check_calls(
 
 
 @final
+@dataclass(slots=True, kw_only=True, eq=False)
 class _FirstCalls:
     """The forward pre-hook and forward hook of the model that note its calls and compare them with the plan's.
 
@@ -66,23 +73,16 @@ class _FirstCalls:
     type that the code was told while it was proven, `device_type` the one it runs on.
     """
 
-    def __init__(
-        self,
-        planned: dict[str, tuple[str, ...]],
-        whole: frozenset[str],
-        proven_device: str,
-        device_type: str,
-        check: OnMismatch,
-        is_autocast: bool,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.group = group
-        self.is_autocast = is_autocast
-        self.planned, self.whole, self.check = planned, whole, check
-        self.proven_device, self.device_type = proven_device, device_type
-        self.handles: tuple[RemovableHandle, ...] = ()
-        self.calling: CallNotes | None = None
-        self.noting = contextlib.ExitStack()
+    planned: Mapping[str, tuple[str, ...]]
+    whole: frozenset[str]
+    proven_device: str
+    device_type: str
+    check: OnMismatch
+    is_autocast: bool
+    group: dist.ProcessGroup | None
+    handles: tuple[RemovableHandle, ...] = ()
+    calling: CallNotes | None = None
+    noting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def before(self, model: nn.Module, _args: object) -> None:
         """Starts noting calls in a training forward that can be compared."""

@@ -54,8 +54,11 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     _check_ties(model, plan)
     if plan.untouched is not None:
         if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
-            problem = f"parameters that stay as they are cannot be sharded or cast ({plan.mesh})"
-            raise PlanError(problem, plan_path="untouched")
+            raise PlanError(
+                f"parameters that stay as they are cannot be sharded or cast, and the plan is for {plan.mesh} in "
+                f"{plan.precision}: solve again",
+                plan_path="untouched",
+            )
         return
     _check_hooks(model, plan)
     modules = modules_by_name(model)

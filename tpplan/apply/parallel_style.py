@@ -141,7 +141,7 @@ class ModuleStyle(ParallelStyle):
         self.sharded_outputs = sharded_outputs
         #: by attribute name: the parameter's canonical name and its plan
         self.parameters = parameters
-        #: the same of buffers that some module reads as a slice
+        #: by attribute name, for buffers that some module reads as a slice: the buffer's canonical name and its plan
         self.buffers = buffers
         self.num_local_rows = num_local_rows
         self.hands_rows_on = hands_rows_on
@@ -199,12 +199,17 @@ class ModuleStyle(ParallelStyle):
             parameter = own_parameters(module).get(attribute)
             if parameter is None:
                 kind = type(module).__name__
-                raise PlanMismatchError(f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}")
+                raise PlanMismatchError(
+                    f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}, which the plan lays out: "
+                    "apply the plan to the model that it was made for, or solve again for this one"
+                )
             check_reads(name, plan.placement, plan.reads)
             if not fits(tuple(parameter.shape), plan.placement, tp):
-                shape = list(parameter.shape)
-                problem = f"shape {shape} cannot be {plan.placement} on tp = {tp}"
-                raise PlanMismatchError(problem, plan_path=f"parameters.{name}")
+                raise PlanMismatchError(
+                    f"shape {list(parameter.shape)} cannot be {plan.placement} on tp = {tp}: "
+                    "name a dim that divides by tp, place the parameter as R, or solve again",
+                    plan_path=f"parameters.{name}",
+                )
         for attribute, (name, buffer) in self.buffers.items():
             check_buffer(name, buffer, own_buffers(module).get(attribute), tp)
         argument_positions(module, self._crossings("input", _NO_GROUP))

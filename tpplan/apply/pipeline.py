@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
-from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
+from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.stages.schedule import Action, orders
+from tpplan.stages.stage_model import without_values
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
@@ -42,16 +44,10 @@ _LOSS = TensorPlan(shape=(1,), dtype="float32")
 Loss = Callable[[Any, Any], Tensor]
 
 
-def run_in_stages(
-    model: nn.Module,
-    parts: Sequence[nn.Module],
-    plan: PipelinePlan,
-    mesh: DeviceMesh,
-    set_sync: Callable[[nn.Module, bool], None],
-) -> None:
+def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePlan, mesh: DeviceMesh) -> None:
     """Gives a model its methods `step` and `evaluate`. `parts` are this rank's applied stages, `mesh` is that of all
-    stages; set_sync(part, on) says whether the backwards that follow reduce gradients over tp and replicas."""
-    pipeline = Pipeline(parts, plan, mesh, set_sync)
+    stages."""
+    pipeline = Pipeline(parts, plan, mesh)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
     for parameter in model.parameters():
         parameter.__dict__[OF_STAGES] = pipeline.group
@@ -72,28 +68,11 @@ def check_stages(model: nn.Module, plan: PipelinePlan) -> None:
             )
 
 
-def check_everywhere(error: TpplanError | None) -> None:
-    """Raises an error of any rank on all ranks; every rank must call it."""
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, str(error) if error is not None else "")
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message:
-            raise PlanMismatchError(f"rank {rank}: {message}")
-
-
 @final
 class Pipeline:
     """This rank's stages with the schedule that all ranks run."""
 
-    def __init__(
-        self,
-        parts: Sequence[nn.Module],
-        plan: PipelinePlan,
-        mesh: DeviceMesh,
-        set_sync: Callable[[nn.Module, bool], None],
-    ) -> None:
+    def __init__(self, parts: Sequence[nn.Module], plan: PipelinePlan, mesh: DeviceMesh) -> None:
         self.plan = plan
         self.group = mesh.get_group(STAGES)
         self.device = torch.device(mesh.device_type)
@@ -101,7 +80,7 @@ class Pipeline:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.steps = plan.batch.accumulation_steps
         stages = [own.stage for own in plan.stages_of(dist.get_rank()) if own.stage is not None]
-        self.runners = [_Runner(part, stage, self.steps, set_sync) for part, stage in zip(parts, stages, strict=True)]
+        self.runners = [_Runner(part, stage, self.steps) for part, stage in zip(parts, stages, strict=True)]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
         self.schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
@@ -225,8 +204,8 @@ class Pipeline:
             stage.index,
             stage.count,
             self.device,
-            input_args=tuple(map(_on_meta, stage.receives)),
-            output_args=tuple(map(_on_meta, stage.sends)) or (_on_meta(_LOSS),),
+            input_args=without_values(stage.receives),
+            output_args=without_values(stage.sends or (_LOSS,)),
             group=self.group,
         )
 
@@ -244,11 +223,8 @@ class _Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
     to the loss over the number of micro-batches."""
 
-    def __init__(
-        self, model: nn.Module, stage: StagePlan, steps: int, set_sync: Callable[[nn.Module, bool], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, stage: StagePlan, steps: int) -> None:
         super().__init__()
-        self.set_sync = set_sync
         self.model = model
         self.stage = stage
         self.steps = steps
@@ -271,14 +247,13 @@ class _Runner(nn.Module):
             assert self.loss is not None
             found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
         is_last = int(index) == self.steps - 1
-        for tensor in (
-            (found,) if isinstance(found, Tensor) else found
-        ):  # its gradient arrives as the backward begins; the last one reduces what has accumulated
+        # A gradient arrives as the backward begins; the last backward reduces what has accumulated.
+        for tensor in (found,) if isinstance(found, Tensor) else found:
             tensor.register_hook(functools.partial(self._begin_backward, is_last))
         return found
 
     def _begin_backward(self, is_last: bool, _gradient: Tensor) -> None:
-        self.set_sync(self.model, is_last)
+        reduce_gradients(self.model, is_last)
 
 
 def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -287,8 +262,3 @@ def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) 
         raise UsageError("a model in stages takes its inputs by name: give each micro-batch as a dict")
     given = dict(forward_inputs(model, micro_batch))
     return given | ({RECEIVED: received} if received else {})
-
-
-def _on_meta(one: TensorPlan) -> Tensor:
-    """A tensor between stages without memory: a gradient for it comes back."""
-    return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True)

@@ -8,14 +8,17 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tpplan.core.errors import PlanMismatchError, TpplanError
+from tpplan.core.files import tpplan_version
 from tpplan.core.name_patterns import ROOT
+
+T = TypeVar("T")
 
 #: the most ranks that an error lists
 _MOST_LISTED = 16
@@ -24,7 +27,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """The versions on one rank, digests of its plan and model, and why the plan does not fit (`problem`, or "")."""
+    """The versions on one rank, digests of its plan and model, and why the plan does not fit the model (`problem`; ""
+    where it fits)."""
 
     problem: str
     torch_version: str
@@ -43,23 +47,38 @@ def _own_state(model: nn.Module, plan_hash: str, error: TpplanError | None) -> R
     )
 
 
+def all_ranks(own: T) -> list[T]:
+    """What each rank of the default process group passes, by rank; every rank must call this function. Without a
+    process group, and on a fake one, what this process passes alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return [own]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def raise_on_all_ranks(error: Exception | None, elsewhere: type[TpplanError]) -> None:
+    """Raises where some rank passes an error: on that rank the error itself, on others `elsewhere`, with the number of
+    the first such rank. Every rank must call this function."""
+    problem = str(error) if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
+    problems = all_ranks(problem if error is not None else "")
+    if error is not None:
+        raise error
+    for rank, found in enumerate(problems):
+        if found:
+            raise elsewhere(f"rank {rank}: {found}")
+
+
 def check_ranks_agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
     """Raises PlanMismatchError on every rank where two ranks differ, or where the plan does not fit on any rank.
 
     `error` is why the plan does not fit on this rank, or None; it is raised itself where all ranks have the same one.
     Every rank of the default process group must call this function. A single rank and a fake group exchange nothing.
     """
-    own = _own_state(model, plan_hash, error)
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        everyone = [own]
-    else:
-        everyone = [own] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    for what, found, remedy in (
-        ("different versions of torch", [one.torch_version for one in everyone], "install the same on every node"),
-        ("different versions of tpplan", [one.tpplan_version for one in everyone], "install the same on every node"),
-    ):
-        _check_equal(what, found, remedy)
+    everyone = all_ranks(_own_state(model, plan_hash, error))
+    remedy = "install the same on every node"
+    _check_equal("different versions of torch", [one.torch_version for one in everyone], remedy)
+    _check_equal("different versions of tpplan", [one.tpplan_version for one in everyone], remedy)
     if error is not None and len({one.problem for one in everyone}) == 1:
         raise error
     for rank, one in enumerate(everyone):
@@ -122,11 +141,3 @@ def _code(kind: type[nn.Module]) -> str:
 
 def _digest(lines: Sequence[str]) -> str:
     return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def tpplan_version() -> str:
-    """Returns the version of the installed package, or "0+checkout" where tpplan is not installed."""
-    try:
-        return version("tpplan")
-    except PackageNotFoundError:
-        return "0+checkout"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.graph import joined_name
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Recompute, WorkKind
 from tpplan.torch_internals.modules import follows_statistics, own_buffers
@@ -234,7 +235,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for name, inner in module.named_modules():
         for key, buffer in own_buffers(inner).items():
             if buffer is not None and not buffer.is_inference():
-                yield f"{name}.{key}".removeprefix("."), inner, key, buffer
+                yield joined_name(name, key), inner, key, buffer
 
 
 def _differ(buffer: Tensor, copy: Tensor) -> bool:

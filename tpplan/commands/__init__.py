@@ -10,7 +10,6 @@ Imports: anatomy, core, exporters, layouts, machine, measure, page, plan, search
 """
 
 import argparse
-import contextlib
 import importlib
 import logging
 import os
@@ -19,12 +18,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from tpplan.commands.terminal.output import write
 from tpplan.commands.terminal.pins import with_files
 from tpplan.core.errors import InternalError, TpplanError, UsageError
 from tpplan.core.escapes import escaped_lines
+from tpplan.core.files import version_of
 from tpplan.core.gc_pause import rarely_collected, uncollected_at_exit
 from tpplan.search.models.hf_model import trusted
 from tpplan.search.models.model_spec import HF_PREFIX, TRUST_FLAG, UserCodeError
@@ -114,11 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _versions() -> str:
     """tpplan's version and torch's, without importing torch."""
-    found = dict.fromkeys(("tpplan", "torch"), "not installed")
-    for name in found:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return ", ".join(f"{name} {number}" for name, number in found.items())
+    return ", ".join(f"{name} {version_of(name, 'not installed')}" for name in ("tpplan", "torch"))
 
 
 def _trust(args: argparse.Namespace) -> None:

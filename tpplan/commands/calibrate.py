@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     plan, spec = Plan.load(args.plan), load_model_file(args.model)
     profile = profile_of([plan], args.profile)
-    found = against_trace(plan, Path(args.trace), spec, profile)
+    with spec.locating():
+        found = against_trace(plan, Path(args.trace), spec, profile)
     ops, collectives = worst(found.ops, args.worst), worst(found.collectives, args.worst)
     lines = [
         f"{found.steps} step{'s' * (found.steps > 1)} in the trace, {format_seconds(found.step_time_s)} each; "

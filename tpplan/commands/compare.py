@@ -14,11 +14,11 @@ from tpplan.commands.solve import (
     machine_of,
     problem_of,
 )
-from tpplan.commands.terminal.comparison import main_terms
+from tpplan.commands.terminal.comparison import batch_cell, main_terms, mesh_cell
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.errors import UsageError
 from tpplan.core.files import write_atomically
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
@@ -66,13 +66,10 @@ def run(args: argparse.Namespace) -> int:
     profile, model = machine_of(args), load_model_file(args.model)
     from tpplan.search.comparisons.expert_plans import expert_plan
 
-    try:
-        with bars(STAGE_COLUMNS) as progress:
-            problem = problem_of(args, model, profile, progress)
-            best = problem.solve(prove=args.prove)
-            others = [expert_plan(problem, name, best, prove=args.prove) for name in names]
-    except ModelError as error:
-        raise model.locate(error) from error
+    with model.locating(), bars(STAGE_COLUMNS) as progress:
+        problem = problem_of(args, model, profile, progress)
+        best = problem.solve(prove=args.prove)
+        others = [expert_plan(problem, name, best, prove=args.prove) for name in names]
     if args.json:
         found = {own.name: {"problem": own.problem or None, "plan": own.plan and as_data(own.plan)} for own in others}
         write_json({"tpplan": as_data(best), **found})
@@ -112,12 +109,12 @@ def _lines(best: Plan, others: "Sequence[Alternative]", width: int) -> Iterator[
 
 
 def _cells(name: str, plan: Plan, best: Plan) -> tuple[str, ...]:
-    degrees, step, least = plan.mesh_degrees, plan.predicted.step_time_s, best.predicted.step_time_s
+    step, least = plan.predicted.step_time_s, best.predicted.step_time_s
     used = mfu(plan.predicted, plan.cluster.gpus)
     return (
         name,
-        f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
-        f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
+        mesh_cell(plan),
+        batch_cell(plan),
         format_seconds(step),
         f"+{step / least - 1:.1%}" if plan is not best and least else "",
         percent(used).replace(" ", "") if used is not None else "",

@@ -1,35 +1,39 @@
 """`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: alternatives to a plan, and their cost.
 
 Without further options it says, in sentences with the plan's numbers, what the plan does in the modules of that name,
-and needs no model. Every alternative is solved again to
-optimality: --why-not on the plan's mesh with all other choices free, --shadow-prices on all meshes of the cluster.
+and needs no model. Every alternative is solved again to optimality: --why-not on the plan's mesh with all other choices
+free, --shadow-prices on all meshes of the cluster.
 """
 
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import count
-from tpplan.commands.terminal.comparison import part_rows, signed, times
+from tpplan.commands.terminal.comparison import mesh_cell, part_rows, signed, times
 from tpplan.commands.terminal.output import aligned, print_answer, terminal_width
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import InfeasibleError, ModelError, ProfileError, UsageError
+from tpplan.core.errors import InfeasibleError, ProfileError, UsageError
 from tpplan.core.escapes import escaped_data
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_seconds
 from tpplan.layouts.pins import parse_pin
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import CollectivePlan, Plan
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
+from tpplan.plan.report.stages import stage_sentence
 from tpplan.search.models.model_spec import ModelSpec, is_model
 from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.comparisons.alternatives import Alternative, Problem
+    from tpplan.search.comparisons.alternatives import Alternative
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Pins are the plan's, and those given here. The
@@ -55,7 +59,10 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan's rows and the alternatives; returns 3 where no plan of the style exists."""
-    plan = Plan.load(args.plan)
+    loaded = load_plan(args.plan)
+    if isinstance(loaded, PipelinePlan):
+        return _explain_stages(args, loaded)
+    plan = loaded
     pattern, spec = _sorted_words(args.words)
     if args.why_not is not None:
         parse_pin(pattern or "", args.why_not)
@@ -65,29 +72,61 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("explain: --why-not and --shadow-prices need model.py, because they solve again")
     data: dict[str, object] = {}
     lines: list[str] = []
-    shown, rows = escaped_data(plan), list[str]()
-    if pattern is not None:
-        rows = layer_rows(shown, lambda module: _matches(pattern, module), terminal_width() - 2)
-        if not rows:
-            raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
+    if pattern is not None and not _rows(plan, pattern):
+        raise _no_module(args.plan, pattern)
     profile = _profile_of(plan, args.profile, is_needed=spec is not None)
     if profile is None:
         lines += [f"no times of collectives: the profile {plan.cluster.profile!r} is not known; --profile names it", ""]
     if pattern is not None:
-        data["modules"] = [" ".join(row.split()) for row in rows[1:]]
-        times = _seconds_of(plan, profile) if profile is not None else lambda _: None
-        said = list(sentences(shown, lambda module: _matches(pattern, module), times))
-        data["sentences"] = said
-        lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), "", *said, ""]
+        lines += [f"{pattern} in the plan", *_say(plan, pattern, profile, data), ""]
     code = 0
     if spec is not None and profile is not None:
         model = load_model_file(spec)
-        try:
+        with model.locating():
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
-        except ModelError as error:
-            raise model.locate(error) from error
     print_answer(lines, data, as_json=args.json)
     return code
+
+
+def _explain_stages(args: argparse.Namespace, plan: PipelinePlan) -> int:
+    """Prints what the stages do in the modules of the pattern, stage by stage."""
+    pattern, spec = _sorted_words(args.words)
+    if args.why_not is not None or args.shadow_prices or spec is not None:
+        raise UsageError(
+            f"{args.plan}: --why-not and --shadow-prices take a plan of a whole model; of stages, solve again with "
+            "--pin and compare: tpplan diff a.json b.json"
+        )
+    if pattern is None:
+        raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp'")
+    profile = _profile_of(plan.stages[0], args.profile, is_needed=False)
+    lines, data = list[str](), list[dict[str, object]]()
+    for index, stage in enumerate(plan.stages):
+        if _rows(stage, pattern):
+            does = stage_sentence(escaped_data(stage))
+            data.append({"stage": index, "does": does})
+            lines += [does, "", *_say(stage, pattern, profile, data[-1]), ""]
+    if not data:
+        raise _no_module(args.plan, pattern)
+    print_answer(lines, {"stages": data}, as_json=args.json)
+    return 0
+
+
+def _rows(plan: Plan, pattern: str) -> list[str]:
+    """The plan's table of the modules of a pattern, with a header; empty where there are none."""
+    return layer_rows(escaped_data(plan), lambda module: _matches(pattern, module), terminal_width() - 2)
+
+
+def _no_module(path: str, pattern: str) -> UsageError:
+    return UsageError(f"{path}: no module {pattern!r} owns parameters or converts tensors at its boundary")
+
+
+def _say(plan: Plan, pattern: str, profile: HardwareProfile | None, data: dict[str, object]) -> list[str]:
+    """The rows of the modules of a pattern and sentences on them, which are put into `data` as well."""
+    rows = _rows(plan, pattern)
+    times = _seconds_of(plan, profile) if profile is not None else lambda _: None
+    said = list(sentences(escaped_data(plan), lambda module: _matches(pattern, module), times))
+    data |= {"modules": [" ".join(row.split()) for row in rows[1:]], "sentences": said}
+    return [*(f"  {row}" for row in rows), "", *said]
 
 
 def _profile_of(plan: Plan, name: str | None, *, is_needed: bool) -> HardwareProfile | None:
@@ -123,6 +162,8 @@ def _matches(pattern: str, module: str) -> bool:
     """True for a module whose name, or an enclosing module's, equals or matches the pattern."""
     parts = len(pattern.split("."))
     own = ".".join(module.split(".")[:parts])
+    if not own:  # the model itself
+        return pattern == ROOT
     matches = own == pattern or parse_pin(pattern, "replicate").matches(own)
     return matches or parse_pin(own, "replicate").matches(pattern)  # one layer of those that a row stands for
 
@@ -136,19 +177,10 @@ def _solve_again(
     data: dict[str, object],
     lines: list[str],
 ) -> int:
-    from tpplan.search.comparisons.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.comparisons.alternatives import Problem, shadow_prices, why_not
     from tpplan.search.models.trace_cache import Reuse
-    from tpplan.search.points.options import Cluster
 
-    cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
-    problem = Problem(
-        build_model=model.build_model,
-        example_inputs=model.example_inputs,
-        cluster=cluster,
-        options=options_of(plan)
-        | {"loss": model.loss, "unused_outputs": model.unused_outputs, "pins": _pins(args, plan)},
-        reuse=Reuse(),
-    )
+    problem = Problem.of_plan(plan, model, profile, Reuse(), pins=pins_of(args))
     if profile.fingerprint != plan.cluster.profile_fingerprint:
         plan = _priced_again(plan, model, profile)
         lines += [f"The plan was made with another version of {plan.cluster.profile}; this one prices it here.", ""]
@@ -159,22 +191,11 @@ def _solve_again(
         data["why_not"] = _comparison_data(plan, other, profile)
         code = 0 if other.plan is not None else InfeasibleError.exit_code
     if args.shadow_prices:
-        free: Problem = _with_options(problem, tp=args.tp, fsdp=args.fsdp)
+        free = replace(problem, options={**problem.options, "tp": args.tp, "fsdp": args.fsdp})
         found = list(shadow_prices(free))
         lines += [*_price_lines(plan, found), ""]
         data["shadow_prices"] = [_price_data(found[0], alternative) for alternative in found]
     return code
-
-
-def _pins(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
-    """The plan's own pins, and those given now, which override them."""
-    return {**(plan.request.pins if plan.request is not None else {}), **pins_of(args)}
-
-
-def _with_options(problem: "Problem", **options: Any) -> "Problem":
-    from dataclasses import replace
-
-    return replace(problem, options={**problem.options, **options})
 
 
 def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Plan:
@@ -253,10 +274,7 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
         saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
         share = saved / base.plan.predicted.step_time_s
         numbers = ("", "") if alternative is base else (signed(saved, format_seconds, 1e-12), f"{share:.2%}")
-        degrees = own.mesh_degrees
-        mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
-        step = format_seconds(own.predicted.step_time_s)
-        rows.append((alternative.name, step, *numbers, mesh))
+        rows.append((alternative.name, format_seconds(own.predicted.step_time_s), *numbers, mesh_cell(own)))
     yield from (f"  {line}" for line in aligned(rows, left=(0, 4)))
     yield from (f"{row.name}: {row.problem}" for row in found if row.plan is None)
     if abs(base.plan.predicted.step_time_s / plan.predicted.step_time_s - 1) > 1e-6:

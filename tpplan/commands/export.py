@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import check_output
 from tpplan.commands.terminal.output import write, wrote
-from tpplan.core.errors import ModelError
 from tpplan.core.files import write_atomically
 from tpplan.plan.plan import Plan
 from tpplan.search.models.user_model import load_model_file
@@ -36,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_output(args.output)
     plan, spec = Plan.load(args.plan), load_model_file(args.model)
-    try:
+    with spec.locating():
         text = export(plan, spec.build_model, spec.example_inputs, loss=spec.loss, to=args.to)
-    except ModelError as error:
-        raise spec.locate(error) from error
     if args.output is None:
         write(text)
     else:

@@ -9,7 +9,7 @@ from tpplan.commands.solve import check_output
 from tpplan.commands.terminal.output import wrote
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.files import write_atomically
-from tpplan.search.models.hf_model import config_file
+from tpplan.search.models.hf_model import check_there, config_file
 from tpplan.search.models.model_spec import HF_PREFIX
 from tpplan.search.models.user_model import import_file
 
@@ -88,18 +88,20 @@ def _text(model: str, output: Path) -> str:
     """The text of a model file. Raises ModelError for a model that is not there."""
     if model.startswith(HF_PREFIX):
         path = config_file(model.removeprefix(HF_PREFIX))
-        if not path.exists():
-            raise ModelError(f"{path}: no such config.json, folder, or model in the local cache of the hub")
+        check_there(path)
         return _CONFIG.format(file=output.name, path=str(path.resolve()))
     file, _, name = model.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         raise UsageError(f"--of {model!r}: expected net.py:CLASS or {HF_PREFIX}config")
     if Path(file).resolve().parent != output.resolve().parent:
         raise UsageError(f"--of {model!r}: {output} imports it by name: write it into the same folder")
-    found = getattr(import_file(Path(file)), name, None)
+    module = import_file(Path(file))
+    found = getattr(module, name, None)
     forward = getattr(found, "forward", None)
     if not isinstance(found, type) or not callable(forward):
-        raise ModelError(f"{file}: no class {name!r} with a forward")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        models = [key for key in own if callable(getattr(getattr(module, key), "forward", None))]
+        raise ModelError(f"{file}: no class {name!r} with a forward; it defines {', '.join(models) or 'none'}")
     inputs = "".join(f'"{argument}": ids, ' for argument in _required(forward))
     needed = ", ".join(f"{argument}=..." for argument in _required(found.__init__))  # type: ignore[misc]
     return _CLASS.format(file=output.name, module=Path(file).stem, name=name, needed=needed, inputs=inputs)

@@ -1,7 +1,7 @@
 """`tpplan report plan.json model.py -o report.html`: writes a plan as one HTML page that loads nothing.
 
 Several plans, without a model, are compared on one page: `tpplan report a.json b.json -o report.html`. So are the
-stages of a plan of stages.
+stages of a plan of stages, whose step is drawn stage by stage.
 
 With the plan's model the page also draws the step, stream by stream, and its memory from start to end; --what-if solves
 for other numbers of GPUs, batches, lengths, memory limits and bandwidths, some 24 times, and draws what that gives.
@@ -16,21 +16,20 @@ from tpplan.commands.solve import STAGE_COLUMNS, check_output
 from tpplan.commands.terminal.output import wrote
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import write_atomically
-from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.profile import load_profile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.stages import stage_facts, stage_name
 from tpplan.plan.step_anatomy import Anatomy
-from tpplan.search.models.model_spec import ModelSpec, is_model
+from tpplan.search.models.model_spec import is_model
 from tpplan.search.models.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.comparisons.alternatives import Problem
-    from tpplan.search.models.trace_cache import Reuse
+    from tpplan.page.step_drawing import StepDrawing
 
 _OF_STAGES = "Each row below is one stage, as it runs alone, without waiting for others."
 _EPILOG = """\
@@ -66,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         text = plans_page([Row(name=path, plan=Plan.load(path)) for path in paths], title=f"{len(paths)} plans")
     elif not models and isinstance(stages := load_plan(args.plan), PipelinePlan):
         rows = [Row(name=stage_name(own), plan=own) for own in stages.stages]
-        text = plans_page(rows, title=title, sentences=[*map(": ".join, stage_facts(stages)), _OF_STAGES])
+        drawn, facts = _stages_over_time(stages), stage_facts(stages)
+        text = plans_page(rows, title=title, facts=facts, sentences=[_OF_STAGES], timeline=drawn)
     else:
         plan = Plan.load(args.plan)
         text = plan_page(plan, title=title, anatomy=_anatomy(args, plan, models[0]) if models else None)
@@ -75,35 +75,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _stages_over_time(plan: PipelinePlan) -> "StepDrawing":
+    """The drawing of a step of stages, with what they send where the plan's profile is known."""
+    from tpplan.anatomy.stage_timeline import stage_timeline
+    from tpplan.page.stage_drawing import stage_drawing
+
+    try:
+        profile = load_profile(plan.stages[0].cluster.profile)
+    except ProfileError:
+        profile = None
+    return stage_drawing(stage_timeline(plan, profile), plan)
+
+
 def _anatomy(args: argparse.Namespace, plan: Plan, model_name: str) -> Anatomy:
     """The plan's step pulled apart, with curves where they are asked for."""
     profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(model_name)
     from tpplan.anatomy.anatomy import anatomy
     from tpplan.anatomy.what_if import curves
+    from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.models.trace_cache import Reuse
 
     reuse = Reuse()
-    try:
+    with model.locating():
         found = anatomy(plan, model.build_model, model.example_inputs, profile=profile, loss=model.loss, reuse=reuse)
         if not args.what_if:
             return found
+        problem = Problem.of_plan(plan, model, profile, reuse)
         with bars(STAGE_COLUMNS) as progress:
-            return replace(found, curves=tuple(curves(_problem(plan, model, profile, reuse), plan, progress)))
-    except ModelError as error:
-        raise model.locate(error) from error
-
-
-def _problem(plan: Plan, model: ModelSpec, profile: HardwareProfile, reuse: "Reuse") -> "Problem":
-    """The problem that the plan answers, with its pins."""
-    from tpplan.search.comparisons.alternatives import Problem, options_of
-    from tpplan.search.points.options import Cluster
-
-    own = {"loss": model.loss, "unused_outputs": model.unused_outputs}
-    pins = dict(plan.request.pins) if plan.request is not None else {}
-    return Problem(
-        build_model=model.build_model,
-        example_inputs=model.example_inputs,
-        cluster=Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile),
-        options={**options_of(plan), **own, "pins": pins},
-        reuse=reuse,
-    )
+            return replace(found, curves=tuple(curves(problem, plan, progress)))

@@ -20,11 +20,12 @@ from tpplan.commands.solve import (
     num_bytes,
     training_options,
 )
+from tpplan.commands.terminal.comparison import batch_cell, mesh_cell
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.core.files import write_atomically
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import format_seconds
@@ -103,21 +104,16 @@ def run(args: argparse.Namespace) -> int:
         "memory_limit_bytes": args.memory_limit,
         "pins": pins,
     }
-    try:
-        with bars(STAGE_COLUMNS) as progress:
-            options["progress"] = progress
-            rows = list(
-                size(
-                    model.build_model,
-                    model.example_inputs,
-                    clusters=clusters,
-                    tokens_per_s=target,
-                    options=options,
-                    refine=args.gpus is None,
-                )
-            )
-    except ModelError as error:
-        raise model.locate(error) from error
+    with model.locating(), bars(STAGE_COLUMNS) as progress:
+        found = size(
+            model.build_model,
+            model.example_inputs,
+            clusters=clusters,
+            tokens_per_s=target,
+            options=options | {"progress": progress},
+            refine=args.gpus is None,
+        )
+        rows = list(found)
     if args.json:
         write_json(_as_data(rows, target, args.tokens))
     else:
@@ -202,13 +198,13 @@ def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:
     gpus = str(row.cluster.gpus)
     if row.plan is None:
         return ("", gpus, "does not fit" if "fits" in row.problem else "none", *[""] * (len(_TITLES) - 3))
-    plan, degrees = row.plan, row.plan.mesh_degrees
+    plan = row.plan
     modes = dict.fromkeys(str(mode) for mode in plan.recompute.values() if mode is not Recompute.NONE)
     return (
         ">" if is_answer else "",
         gpus,
-        f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
-        f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
+        mesh_cell(plan),
+        batch_cell(plan),
         ", ".join(modes) or "none",
         f"{format_seconds(plan.predicted.step_time_s)} +/-{row.relative_error:.0%}",
         _short(row.tokens_per_s),

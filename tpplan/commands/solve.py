@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
-from tpplan.commands.terminal.output import print_any, print_lines, print_plan, wrote
+from tpplan.commands.terminal.output import print_any, print_lines, print_plan, write, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.verbs import add_verb
-from tpplan.core.errors import ModelError, PlanError, UsageError
+from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import GIB, KIB, MIB
+from tpplan.machine.lint import why_invalid
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan.pipeline_plan import PipelinePlan
@@ -127,6 +128,12 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         help="all FSDP layers resharded after forward (3) or kept gathered (2) (default: decided for each layer)",
     )
     group.add_argument(
+        "--fsdp-over-tp",
+        choices=("yes", "no"),
+        help="FSDP layers sharded over shard and tp together, wherever tp can replicate their weights, or over shard "
+        "alone (default: decided where the fastest plan over shard alone has such layers, or none fits)",
+    )
+    group.add_argument(
         "--whole-gradients",
         action="store_true",
         help="keep FSDP's gradients whole between micro-batches and reduce them once a step: fewer collectives, more "
@@ -174,10 +181,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--virtual-stages with --pp {args.pp}: expected --pp N with N above 1")
     if args.pp != 1:
         return _run_stages(args, model, profile)
-    try:
+    with model.locating():
         plan, kinds = _solve(args, model, profile)
-    except ModelError as error:
-        raise model.locate(error) from error
     written = dict(_files(args, plan, kinds))
     for path, own in written.items():
         own.dump(path)
@@ -202,35 +207,31 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
         raise UsageError("--pp: --top and --ep are for models in one stage; leave them out")
     batch = ("global_batch", "seq_len", "micro_batch")
     training = training_options(args, model)
-    with bars(STAGE_COLUMNS) as progress:
-        try:
-            in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
-            solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
-            plan = solve(
-                model.build_model,
-                model.example_inputs,
-                cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
-                global_batch=args.global_batch,
-                seq_len=training["seq_len"],
-                micro_batch=None if args.micro_batch == "auto" else args.micro_batch,
-                options=Options(
-                    loss=model.loss,
-                    unused_outputs=tuple(model.unused_outputs),
-                    tp=args.tp,
-                    fsdp=args.fsdp,
-                    memory_limit_bytes=args.memory_limit,
-                    solver=args.solver,
-                    time_limit_s=args.time_limit,
-                    pins=pins_of(args),
-                    **{name: value for name, value in training.items() if name not in batch},
-                ),
-                prove=args.prove,
-                progress=progress,
-            )
-        except ModelError as error:
-            raise model.locate(error) from error
-    if isinstance(plan, Plan):
-        plan = _with_request(plan, args)
+    with model.locating(), bars(STAGE_COLUMNS) as progress:
+        in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
+        solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
+        plan = solve(
+            model.build_model,
+            model.example_inputs,
+            cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
+            global_batch=args.global_batch,
+            seq_len=training["seq_len"],
+            micro_batch=None if args.micro_batch == "auto" else args.micro_batch,
+            options=Options(
+                loss=model.loss,
+                unused_outputs=tuple(model.unused_outputs),
+                tp=args.tp,
+                fsdp=args.fsdp,
+                memory_limit_bytes=args.memory_limit,
+                solver=args.solver,
+                time_limit_s=args.time_limit,
+                pins=pins_of(args),
+                **{name: value for name, value in training.items() if name not in batch},
+            ),
+            prove=args.prove,
+            progress=progress,
+        )
+    plan = replace(plan, request=_request_of(args))
     if args.output is not None:
         plan.dump(args.output)
     print_any(plan, as_json=args.json)
@@ -287,8 +288,12 @@ def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProf
 
 
 def _with_request(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with the model and the command that it comes from."""
-    return replace(plan, request=RequestPlan(pins=pins_of(args), model=args.model, command=args.command))
+    return replace(plan, request=_request_of(args))
+
+
+def _request_of(args: argparse.Namespace) -> RequestPlan:
+    """The model and the command that a plan comes from."""
+    return RequestPlan(pins=pins_of(args), model=args.model, command=args.command)
 
 
 def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:
@@ -301,6 +306,7 @@ def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, An
         "optimizer": args.optimizer,
         "recompute": args.recompute,
         "reshard_after_forward": None if args.zero is None else args.zero == 3,
+        "fsdp_over_tp": None if args.fsdp_over_tp is None else args.fsdp_over_tp == "yes",
         "whole_gradients": args.whole_gradients,
         "compile": args.compile,
         "expert_imbalance": args.expert_imbalance,
@@ -317,9 +323,11 @@ def check_output(path: Path | None) -> None:
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
-    """The profile that the options of add_machine name; fills in GPUs per node. Raises UsageError for unknown pins, and
-    for degrees that leave no mesh, before minutes are spent."""
+    """The profile that the options of add_machine name, of which it warns where that is mostly noise; fills in GPUs
+    per node. Raises UsageError for unknown pins, and for degrees that leave no mesh, before minutes are spent."""
     profile = load_profile(args.profile)
+    if problem := why_invalid(profile):
+        write(f"tpplan: warning: profile {profile.name}: {problem}\n", to_stderr=True)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
     _check_degrees(args)
     pins_of(args)

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
             if is_first_rank():
                 write(f"tpplan: {text}\n", to_stderr=True)
 
-        tried = in_turns(plans, spec, device, turns=args.turns, steps=args.steps, say=say)
+        with spec.locating():
+            tried = in_turns(plans, spec, device, turns=args.turns, steps=args.steps, say=say)
     if not is_first_rank():
         return 0
     from tpplan.trial.calibrate import Run

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import STAGE_COLUMNS, check_output, count
+from tpplan.commands.solve import STAGE_COLUMNS, check_output, count, seconds
 from tpplan.commands.terminal.output import print_lines, write_json, wrote
 from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
@@ -36,7 +36,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the plan with its proof here, if all checks pass"
     )
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="time for the ranks to finish")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="seconds for the ranks to finish")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 

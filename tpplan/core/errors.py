@@ -34,6 +34,11 @@ class TpplanError(Exception):
         self.plan_path = plan_path
 
 
+def first_line(error: BaseException, otherwise: str = "") -> str:
+    """The first line of an exception's message; `otherwise`, by default its class's name, where there is none."""
+    return next(iter(str(error).strip().splitlines()), otherwise or type(error).__name__)
+
+
 class UsageError(TpplanError):
     """The request contradicts itself, such as degrees that do not multiply to the GPUs or an unknown option value."""
 
@@ -45,8 +50,8 @@ class IndivisibleError(UsageError):
 
 
 class InfeasibleError(TpplanError):
-    """No plan fits the memory limit; has the limit, the smallest peak in bytes, its parts, and remedies, cheapest
-    first."""
+    """No plan fits the memory limit. `needed_bytes` is the smallest peak found, `parts` are its bytes by part, and
+    `remedies` are changes that make a plan fit, the cheapest first."""
 
     exit_code = 3
 

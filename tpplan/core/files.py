@@ -1,4 +1,4 @@
-"""Writes files atomically, reads untrusted files with limits, and formats JSON for people."""
+"""Writes files atomically, reads untrusted files with limits, formats JSON for people, and tells packages' versions."""
 
 import errno
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tpplan.core.errors import PlanError, TpplanError
@@ -155,3 +156,16 @@ def format_json(value: object, indent: str = "") -> str:
             return "[\n" + ",\n".join(deeper + format_json(member, deeper) for member in value) + f"\n{indent}]"
         case _:
             return json.dumps(value, sort_keys=True, allow_nan=False)
+
+
+def version_of(package: str, otherwise: str) -> str:
+    """The version of an installed package; `otherwise` where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return otherwise
+
+
+def tpplan_version() -> str:
+    """The version of the installed tpplan, "0+checkout" where it is not installed."""
+    return version_of("tpplan", "0+checkout")

@@ -32,9 +32,9 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
-    itself. `varying`: dims whose size depends on data and may differ at another step. `is_read`: whether anything that
-    the step returns or writes is computed from it."""
+    """A tensor. `carries_gradient`: a gradient is computed for the tensor. `storage`: the value whose storage it
+    shares, or its own name. `varying`: dims whose size depends on data and may differ at another step. `is_read`:
+    whether anything that the step returns or writes is computed from the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ LOSS_SCOPE = "<loss>"
 OWN_SCOPE = "<tpplan>"
 #: prefix of an output's path where forward stores the tensor outside instead of returning it (tpplan.trace.left_behind)
 LEFT_AT = "left at "
-#: between the paths of arguments that are one tensor
+#: separates the paths of arguments that are one tensor
 SAME_TENSOR = " = "
 #: op that marks the reading of a parameter that is passed to a module, or out of one
 ALIAS = "aten.alias.default"
@@ -97,7 +97,7 @@ class SourceKind(StrEnum):
 class Source:
     """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight or a
     shared buffer is one source, whose other names are `aliases`. `ep` is the number of ranks among which the experts of
-    a weight are divided (dim 0, tpplan.experts): the graph has one rank's."""
+    a weight are divided along dim 0 (tpplan.experts); the value's shape is then that of one rank's experts."""
 
     kind: SourceKind
     result: str
@@ -167,7 +167,7 @@ class Boundary:
 
     @property
     def places(self) -> tuple[tuple[str, Direction, str], ...]:
-        """(module, direction, path) of each argument or output that the tensor is."""
+        """(module, direction, path) of each argument or output that is this tensor."""
         return tuple((self.module, self.direction, path) for path in self.path.split(SAME_TENSOR))
 
     @property
@@ -291,7 +291,7 @@ class ModelGraph:
 
     @cached_property
     def is_grown(self) -> bool:
-        """True where `resized` made the graph; False for one that is traced, and for a changed copy."""
+        """True where `resized` made the graph; False for a traced graph and for a changed copy."""
         return False
 
     @cached_property
@@ -299,8 +299,8 @@ class ModelGraph:
         return {}
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, cached under `key` for all graphs that share this one's outline: those that `resized`
-        made of it, the one that it was made of, and those to which `share_outline` gave it.
+        """The value of `make()`, cached under `key` for all graphs that share this graph's outline: a traced graph, the
+        graphs that `resized` made of it, and the graphs to which `share_outline` gave its outline.
 
         The value must follow from what such graphs share: names, modules, and which node reads and makes which values;
         not from the number of ranks that divide experts.
@@ -325,8 +325,7 @@ class ModelGraph:
         self.__dict__["_outline"] = other._outline  # where cached_property keeps it
 
     def is_resized_of(self, other: "ModelGraph") -> bool:
-        """True where the two graphs share an outline, as those that `resized` made of one: they differ in sizes
-        alone."""
+        """True where the two graphs share an outline, and so differ in sizes alone."""
         return self._outline is other._outline
 
     @cached_property
@@ -368,6 +367,11 @@ def enclosing(name: str) -> tuple[str, ...]:
     """The module and all modules around it, innermost first: `a.b` -> ("a.b", "a", "")."""
     parts = name.split(".") if name else []
     return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
+
+
+def joined_name(module: str, name: str) -> str:
+    """The name `module.name` of what a module holds; `name` alone in the root, ""."""
+    return f"{module}.{name}" if module else name
 
 
 def within(name: str, module: str) -> bool:

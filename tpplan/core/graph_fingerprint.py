@@ -9,8 +9,8 @@ from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, Source, m
 def graph_fingerprint(graph: ModelGraph) -> str:
     """sha256 of the computation: changes with any op, shape, literal, module or input.
 
-    Does not change with the order of independent ops or with value names that follow from that order, which code that
-    iterates over a set of strings makes another in each process.
+    Does not change with the order of independent ops, nor with value names, which follow from that order: a model that
+    iterates over a set of strings runs such ops in another order in each process.
     """
     return graph.once("fingerprint", lambda: _fingerprint(graph))
 

@@ -45,8 +45,8 @@ class LayoutKind(StrEnum):
 class Layout:
     """A layout. `dim` (0 or more) is set for SHARD, COPIED and JOINT (the first of its two dims).
 
-    `parts` are the sizes of a SHARD's separately sharded parts, if any, or `each` is the size of every part, of which a
-    tensor says how many there are; `slices` is the number of slices of a COPIED.
+    A SHARD of separately sharded parts has their sizes as `parts`, or the size of every part as `each`, where the
+    tensor's dim gives their number. `slices` is the number of slices of a COPIED.
     """
 
     kind: LayoutKind
@@ -78,7 +78,7 @@ class Layout:
         )
 
     def of(self, shape: tuple[int, ...]) -> "Layout":
-        """The layout of a value of this shape: with its parts, where `each` says how large they are."""
+        """The layout of a value of this shape: a layout that gives the size of `each` part lists all parts."""
         if self.each is None or self.dim is None or self.dim >= len(shape) or shape[self.dim] % self.each:
             return self
         count = shape[self.dim] // self.each
@@ -116,7 +116,7 @@ def S(dim: int, *parts: int) -> Layout:  # noqa: N802 - the field's notation
 
 
 def copied(dim: int, slices: int) -> Layout:
-    """The layout with fewer slices of `dim` than ranks."""
+    """The layout S(dim)/slices: fewer slices of `dim` than ranks, each held by neighbouring ranks."""
     return Layout(LayoutKind.COPIED, dim, slices=slices)
 
 
@@ -242,7 +242,7 @@ class Conversion:
         return self.source == self.target
 
     def of(self, shape: tuple[int, ...]) -> "Conversion":
-        """The conversion of a value of this whole shape, with the parts that it has."""
+        """The conversion of a value of this whole shape: layouts that give the size of `each` part list all parts."""
         if self.source.each is None and self.target.each is None:
             return self
         return Conversion(self.source.of(shape), self.target.of(shape))

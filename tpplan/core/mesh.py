@@ -2,7 +2,8 @@
 
 Ranks are numbered row-major with tp innermost, as in torch's init_device_mesh: ranks of a tp group are adjacent, those
 of a shard group have stride tp, those of a replicate group stride shard * tp. Where experts are divided over ranks
-(tpplan.experts), neighbours on the shard axis form groups of ep ranks: ep is laid out inside shard, next to tp.
+(tpplan.experts), neighbours on the shard axis form groups of ep ranks: ep is laid out inside shard, next to tp. The
+ranks of shard and tp together are adjacent too: over them FSDP shards units whose weights tp replicates.
 """
 
 import math
@@ -19,15 +20,16 @@ MAX_COUNT = 2**32
 
 
 class Axis(StrEnum):
-    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES); and the two parts of the shard
-    axis of a model whose experts are divided: groups with different experts, and ranks with the same experts, over
-    which FSDP shards them."""
+    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES). Where experts are divided, the
+    shard axis has two parts: EP, ranks with different experts, and EXPERT_SHARD, ranks with the same experts, over
+    which FSDP shards these. SHARD_TP is the shard and tp axes as one."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
     TP = "tp"
     EP = "ep"
     EXPERT_SHARD = "expert_shard"
+    SHARD_TP = "shard_tp"
 
 
 #: the axes whose sizes multiply to the number of GPUs, outermost first
@@ -77,6 +79,8 @@ class Mesh:
                 return self.ep
             case Axis.EXPERT_SHARD:
                 return self.shard // self.ep
+            case Axis.SHARD_TP:
+                return self.shard * self.tp
 
     @property
     def num_gpus(self) -> int:
@@ -95,7 +99,7 @@ class Mesh:
     def stride(self, axis: Axis) -> int:
         """Distance of neighbours along an axis, in ranks."""
         match axis:
-            case Axis.TP:
+            case Axis.TP | Axis.SHARD_TP:
                 return 1
             case Axis.SHARD | Axis.EP:
                 return self.tp
@@ -176,7 +180,8 @@ def meshes(
     """
     for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
         if degree is not None and (degree < 1 or gpus % degree):
-            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
+            listed = ", ".join(map(str, divisors(gpus)))
+            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {listed}")
     for tp_degree in (tp,) if tp else tp_degrees(gpus, gpus_per_node, across_nodes=across_nodes):
         for shard in (fsdp,) if fsdp else divisors(gpus // tp_degree):
             if (gpus // tp_degree) % shard == 0:

@@ -1,7 +1,6 @@
 """Name patterns in plans: `layers.*.mlp` stands for the modules of a repeated block that are planned alike."""
 
 import re
-from collections.abc import Iterator
 
 #: the root module in plans and messages, where an empty name would be unclear
 ROOT = "<root>"
@@ -23,13 +22,6 @@ def block_of(key: str) -> str:
     """The block that a name with a `*` belongs to: `layers.*.mlp` -> `layers.*`; "" for a name without `*`."""
     parts = key.split(".")
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
-
-
-def holders(name: str) -> Iterator[str]:
-    """Yields the modules around a module, innermost first; the last is the root, ""."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def substitute(key: str, index: int | None) -> str:

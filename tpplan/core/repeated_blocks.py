@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, within
+from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, joined_name, within
 
 
 def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> ModelGraph:
@@ -33,8 +33,8 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 
 def like_ops(graph: ModelGraph) -> dict[str, str]:
-    """The name of each op -> the name of the first op at its place in like blocks whose results are views where its own
-    are; its own name outside of like blocks."""
+    """Op name -> name of the first op at the same place in a sibling of its repeated block, with views among the same
+    results; the op's own name outside of repeated blocks."""
     return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 
@@ -65,7 +65,7 @@ def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedB
     parameters = {source.result: source.label for source in graph.sources}
     alike: dict[object, list[int]] = defaultdict(list)
     for index in indices:
-        alike[_labelled(graph, parameters, f"{prefix}.{index}" if prefix else str(index))].append(index)
+        alike[_labelled(graph, parameters, joined_name(prefix, str(index)))].append(index)
     return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for siblings in alike.values() if len(siblings) > 1]
 
 

@@ -57,7 +57,7 @@ class Text:
     pattern: str
 
 
-#: a number of things of which there is one at least; a size, or a position from 0; seconds, bytes, a share
+#: Count: how many, at least 1. Size: a size, or a position from 0. Amount: seconds, bytes or a share, not negative
 Count = Annotated[int, AtLeast(1)]
 Size = Annotated[int, AtLeast(0)]
 Amount = Annotated[float, AtLeast(0)]

@@ -9,11 +9,11 @@ from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.known_times import KnownTimes
-from tpplan.layouts.build_space import CROSS_ENTROPY
 from tpplan.layouts.decision_space import Decider
 from tpplan.layouts.readings import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.plan import Pass
 
@@ -71,8 +71,7 @@ def collectives_of(steps: tuple[Step, ...]) -> tuple[Collective, ...]:
 
 
 def steps_key(conversion: Conversion, value: Value) -> Hashable:
-    """All that the times and collectives of a conversion depend on, on one group: many conversions have it in
-    common."""
+    """Returns a key that is equal for conversions with the same times and collectives on one group."""
     forward, backward = conversion.forward, conversion.backward
     how = conversion.target.slices, _is_laid_out(conversion, value), value.num_bytes, value.dtype
     return forward, backward, (*how, value.carries_gradient) if forward or backward else ()
@@ -133,22 +132,13 @@ def op_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
     if call.target == COUNTED:
         experts, ranks = call.integer(1, "experts"), call.integer(2, "ep")
         num_bytes = DTYPE_BYTES["int64"] * experts * ranks * ranks
-        return (
-            Transfer(
-                kind=Collective.ALL_TO_ALL,
-                during=Pass.FORWARD,
-                num_bytes=num_bytes,
-                dtype="int64",
-                axis=Axis.EP,
-                ranks=ranks,
-            ),
-        )
+        return (_exchange(Pass.FORWARD, num_bytes, "int64", ranks),)
     if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
         return ()
     logits = call.operands[0]
     rows = logits.num_elements // logits.shape[-1]
     dtype = "float64" if logits.dtype == "float64" else "float32"
-    width = 8 if dtype == "float64" else 4
+    width = DTYPE_BYTES[dtype]
     return tuple(
         Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
         for columns in (1, 2)
@@ -161,11 +151,11 @@ def _exchanges(call: Call) -> Iterator[Transfer]:
     rows = max(call.operands[0], call.results[0], key=lambda value: value.num_elements)
     for during in (Pass.FORWARD, Pass.BACKWARD):
         if during is Pass.FORWARD or call.operands[0].carries_gradient:
-            yield Transfer(
-                kind=Collective.ALL_TO_ALL,
-                during=during,
-                num_bytes=rows.num_bytes * ranks,
-                dtype=rows.dtype,
-                axis=Axis.EP,
-                ranks=ranks,
-            )
+            yield _exchange(during, rows.num_bytes * ranks, rows.dtype, ranks)
+
+
+def _exchange(during: Pass, num_bytes: int, dtype: str, ranks: int) -> Transfer:
+    """An all-to-all among the ranks that divide experts."""
+    return Transfer(
+        kind=Collective.ALL_TO_ALL, during=during, num_bytes=num_bytes, dtype=dtype, axis=Axis.EP, ranks=ranks
+    )

@@ -1,4 +1,5 @@
-"""Storages that are kept under a mode of recomputation, and in how many forms of equal bytes there are such."""
+"""Storages that are kept under a mode of recomputation, and the forms that they share: storages of one form have equal
+bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class Holding:
     crossed_in: str | None
     #: position of the node that makes the storage
     made: int
-    #: StorageSpan.until
+    #: position of the earliest node, over all modes, after whose backward the storage is freed
     until: float
 
 

@@ -197,7 +197,7 @@ class _ActivationFinder:
 
     def unit_of(self, decider: Decider) -> str | None:
         """Returns the layer that a decision is in, its border included; None outside of layers."""
-        module = decider.op.module if isinstance(decider, Reading) else decider.module
+        module = decider.module
         if module not in self._unit_of:
             self._unit_of[module] = next((name for name in enclosing(module) if name in self._is_unit), None)
         return self._unit_of[module]

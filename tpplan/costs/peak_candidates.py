@@ -22,7 +22,8 @@ from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, operands_saved_too, own_bytes
+from tpplan.costs.runs.execution import local_bytes
+from tpplan.costs.saved_tensors import SavedStorage, held_bytes, operands_saved_too, own_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.readings import reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy

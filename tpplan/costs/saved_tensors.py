@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
-from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
-from tpplan.core.layout import Conversion, Layout, Step, local_shape
-from tpplan.core.units import DTYPE_BYTES
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, within
+from tpplan.core.layout import Conversion, Layout, Step
 from tpplan.costs.runs.execute import Executor, whole_strategy
+from tpplan.costs.runs.execution import local_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.readings import Reading, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES
 from tpplan.solvers.problem import Expression, Term
 
-#: conversion steps that are WorkKind.SUM; the ops of it in tpplan.apply.recompute.KEPT are those that run them
+#: conversion steps whose work is WorkKind.SUM: their ops are those that tpplan.apply.recompute keeps for that kind
 _SUMS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 
@@ -30,14 +30,6 @@ def gives_sum(conversion: Conversion) -> bool:
     A gather of slices does not: its result is cheap to make again, and large.
     """
     return not _SUMS.isdisjoint(conversion.forward)
-
-
-def local_bytes(value: Value, layout: Layout, tp: int) -> int:
-    """Returns the bytes of a value on one rank."""
-    elements = 1
-    for size in local_shape(value.shape, layout, tp):
-        elements *= size
-    return elements * DTYPE_BYTES[value.dtype]
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class _Part:
 
 
 def _summed(parts: Iterable[_Part]) -> Work:
-    """Sums kernels."""
+    """Returns the sum of kernels, each by the share that fusion leaves."""
     seconds, error_s, extrapolated, count = 0.0, 0.0, False, 0.0
     errors = {Matmul: 0.0, Attention: 0.0, MemoryBound: 0.0}
     for part in parts:
@@ -202,7 +202,7 @@ class Pricing:
     additions: Mapping[str, tuple[float, ...]]
     #: times of conversions, by all that they depend on
     conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
-    #: likewise, of all strategies of a boundary or reading
+    #: times of all strategies of a boundary or reading, by all that they depend on
     converting: dict[Hashable, tuple[StrategyTime, ...]] = field(default_factory=dict)
 
 
@@ -258,8 +258,8 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> tuple[StrategyT
 def _added(
     pricing: Pricing, counts: Sequence[float], values: Sequence[Value], strategy: Strategy, moved: float
 ) -> Work:
-    """Returns the additions of gradients behind the results of a strategy; one that is fused with a neighbour only
-    reads one gradient."""
+    """Returns the additions of gradients behind the results of a strategy. An addition that is fused with a neighbour
+    reads one gradient and moves nothing else."""
     found = NO_WORK
     for count, value, layout in zip(counts, values, strategy.results, strict=False):
         num_bytes = moved_bytes(value, layout, pricing.group.ranks)
@@ -291,12 +291,9 @@ def _sent(pricing: Pricing, transfers: Sequence[Transfer], during: Pass) -> Esti
 def _conversion_time(conversion: Conversion, value: Value, pricing: Pricing, added: Work) -> StrategyTime:
     """Returns the time of a conversion; a mode that keeps sums over ranks repeats gathers and local steps only."""
     if conversion.is_identity:
-        free = added == NO_WORK
-        return (
-            FREE
-            if free
-            else replace(FREE, backward=added.compute, backward_kernels=added.kernels, residuals=added.residuals)
-        )
+        if added == NO_WORK:
+            return FREE
+        return replace(FREE, backward=added.compute, backward_kernels=added.kernels, residuals=added.residuals)
     transfers, times, group = conversion_transfers(conversion, value), pricing.rates.times, pricing.group
     forward, backward = conversion_time(times, conversion, value, group)
     # A local step counts as a kernel; a step with a collective counts as communication, with its copies.

@@ -62,7 +62,8 @@ def exchanged_counts(chosen: Tensor, experts: int, group: EpGroup) -> tuple[Tens
 
 
 def _on_host(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of rows that are sent to, and come from, each rank [2, ranks], of a rank that sends so many."""
+    """Numbers of rows that are sent to, and come from, each rank, from `by_rank` [2, ranks]. Runs on fake tensors need
+    another such function, which makes them from `rows`, the number of rows that this rank sends."""
     given, taken = by_rank.tolist()
     return tuple(given), tuple(taken)
 

@@ -82,8 +82,9 @@ def with_shares(build_model: Callable[[], nn.Module], division: Division) -> nn.
         module = modules.get(name)
         if module is None or not _is_called_so(module, call) or call.experts % division.ep:
             raise PlanMismatchError(
-                f"{call.experts} experts are divided among {division.ep} ranks in module {name}, called with "
-                f"{call.rows}, {call.index} and {call.weight}: the model has no such module; solve again for this one"
+                f"the plan divides the {call.experts} experts of module {name}, which is called with {call.rows}, "
+                f"{call.index} and {call.weight}, among {division.ep} ranks, and the model has no such module: solve "
+                "again for this model"
             )
         cut_on_meta(module, ExpertShare(call, division.ep, division.imbalance))
     return model
@@ -150,7 +151,7 @@ def _exchanging(
     named = given.arguments
     call = share.call
     rows, index = named[call.rows], named[call.index]
-    sent = _dispatch(rows, index, named[call.weight], share)
+    sent = _dispatch(rows, index, named[call.weight], share, type(module).__name__)
     named[call.rows], named[call.index], named[call.weight] = sent.rows, sent.arrived.unsqueeze(1), sent.weight
     if sent.counts is not None:
         module.__dict__[_LOAD] = sent.counts.load
@@ -182,14 +183,19 @@ class _Sent:
     counts: Counts | None
 
 
-def _dispatch(rows: Tensor, index: Tensor, weight: Tensor, share: ExpertShare) -> _Sent:
+def _dispatch(rows: Tensor, index: Tensor, weight: Tensor, share: ExpertShare, kind: str) -> _Sent:
+    """Sends the rows of a module, whose class is named `kind`, to the ranks that have their experts.
+
+    Raises PlanMismatchError for tensors of other shapes or dtypes than experts are called with.
+    """
     if index.is_floating_point() or index.dtype is torch.bool:
         raise PlanMismatchError(
-            f"a module of experts was planned for an index of integers, and is called with {index.dtype}: solve again"
+            f"{kind}: its experts are divided for an index of integers, and it is called with {index.dtype}: solve "
+            "again, or plan with --ep 1"
         )
     if index.dim() != 2 or rows.dim() != 2 or index.shape != weight.shape or index.shape[0] != rows.shape[0]:
         raise PlanMismatchError(
-            f"a module of experts was planned for rows [T, D], index [T, K] and weight [T, K], and is called with "
+            f"{kind}: its experts are divided for rows [T, D], index [T, K] and weight [T, K], and it is called with "
             f"{list(rows.shape)}, {list(index.shape)} and {list(weight.shape)}: solve again, or plan with --ep 1"
         )
     flat = index.reshape(-1)
@@ -206,6 +212,7 @@ def _dispatch(rows: Tensor, index: Tensor, weight: Tensor, share: ExpertShare) -
 
 
 def _combine(results: Tensor, sent: _Sent, index: Tensor, share: ExpertShare) -> Tensor:
+    """Sends computed rows back, and adds up the K rows of each token of `index` [T, K]."""
     if sent.counts is None:
         back = custom_ops.return_rows(results, sent.chosen, share.ep)
     else:

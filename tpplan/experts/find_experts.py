@@ -12,17 +12,15 @@ from tpplan.plan.plan import ExpertCall
 
 
 def find_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
-    """How each module of experts is called, by its name. `graph` is traced with all experts on each rank."""
+    """Finds the modules of experts: how each is called, by its name. In `graph` each rank has all experts."""
     crossings: dict[str, list[Boundary]] = {}
     for boundary in graph.boundaries:
         crossings.setdefault(boundary.module, []).append(boundary)
-    numbers = _experts_by_module(graph)
-    found = {}
-    for module, experts in numbers.items():
-        call = _call(crossings.get(module, []), graph.values, experts)
-        if call is not None:
-            found[module] = call
-    return found
+    calls = {
+        module: _call(crossings.get(module, []), graph.values, experts)
+        for module, experts in _experts_by_module(graph).items()
+    }
+    return {module: call for module, call in calls.items() if call is not None}
 
 
 def _experts_by_module(graph: ModelGraph) -> dict[str, int]:

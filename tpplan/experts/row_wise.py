@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.core.errors import TpplanError
+from tpplan.core.errors import TpplanError, first_line
 from tpplan.core.graph import ModelGraph
 from tpplan.experts.expert_share import SHARE, counted
 from tpplan.plan.plan import ExpertCall
@@ -43,7 +43,7 @@ def why_not_divided(model: nn.Module, graph: ModelGraph, calls: Mapping[str, Exp
         module = model.get_submodule(name)
         shapes = {b.path: graph.values[b.result].shape for b in graph.boundaries if b.module == name}
         if missing := {call.rows, call.index, call.weight} - shapes.keys():
-            return f"module {name}: no tensor enters it as {sorted(missing)[0]!r}"
+            return f"module {name}: no tensor enters it as {min(missing)!r}"
         top_k, width = shapes[call.index][-1], shapes[call.rows][-1]
         key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())
         if key not in ran:
@@ -71,8 +71,7 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     except TpplanError:
         raise
     except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"its code fails on fewer experts or rows: {why}"
+        return f"its code fails on fewer experts or rows: {first_line(error)}"
 
 
 @contextlib.contextmanager

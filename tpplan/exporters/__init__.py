@@ -111,6 +111,11 @@ def export(
             f"buffer {min(plan.buffer_plans())}: a module reads this rank's slice of it, which no other form than "
             "tpplan's own says: use apply_plan"
         )
+    if plan.fsdp.over_tp:
+        raise ExportError(
+            f"FSDP unit {plan.fsdp.over_tp[0]}: it is sharded over the shard and tp axes together, which no other form "
+            "than tpplan's own says: use apply_plan, or solve with --fsdp-over-tp no"
+        )
     text: str = _module(form).export(laid)
     return text
 

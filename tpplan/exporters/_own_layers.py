@@ -17,6 +17,7 @@ from tpplan.core.graph import Boundary, Direction, Op
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
+from tpplan.layouts.rules.size_literals import CREATIONS
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
 
@@ -37,12 +38,26 @@ class Style(StrEnum):
     WHOLE = "replicate"
 
 
-def at_own_layers(laid: LaidOut) -> tuple[dict[str, Style], LaidOut]:
+def at_own_layers(laid: LaidOut, *, gathers: bool = False) -> tuple[dict[str, Style], LaidOut]:
     """Returns the style of every module with parameters, by name, and the model laid out by these styles alone.
 
-    Weights are cut as planned. Raises ExportError where the model is then not the same, or a layer has no style.
+    Weights are cut as planned. With `gathers`, layers whose slices code cannot read in these layouts give whole
+    outputs, and what follows runs whole. Raises ExportError where the model is then not the same, or a layer has no
+    style.
     """
-    styles = _styles(laid)
+    styles = _styles(laid, {}, gathers=gathers)
+    try:
+        return _proven(laid, styles)
+    except ExportError:
+        more = _beside_created(laid, styles) if gathers else {}
+        if not more:
+            raise
+    styles = _styles(laid, more, gathers=True)
+    return _proven(laid, styles)
+
+
+def _proven(laid: LaidOut, styles: dict[str, Style]) -> tuple[dict[str, Style], LaidOut]:
+    """Returns the styles, and the model laid out by them. Raises ExportError where it is not the same model."""
     plan = _as_run(laid, styles)
     try:
         laid.prove(plan)
@@ -53,20 +68,32 @@ def at_own_layers(laid: LaidOut) -> tuple[dict[str, Style], LaidOut]:
     return styles, replace(laid, plan=plan, strategies=strategies)
 
 
-def _styles(laid: LaidOut) -> dict[str, Style]:
+def _beside_created(laid: LaidOut, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Returns the style of gathering for the layers whose slices meet tensors that code creates: it may give these
+    their whole size, and this form changes no sizes in code."""
+    graph, strategies = laid.graph, implied_strategies(laid.graph, _as_run(laid, styles))
+    assert not isinstance(strategies, Mistyped), "the styles fit"
+    created = [op for op in graph.ops if op.target in CREATIONS and strategies[op.name].results[0].dim is not None]
+    reached = (reader for op in created for reader in _readers(laid, styles, op))
+    found = (layer for reader in reached for layer in _columns_behind(laid, styles, reader))
+    return dict.fromkeys(found, Style.COLUMNS_GATHERED)
+
+
+def _styles(laid: LaidOut, known: Mapping[str, Style], *, gathers: bool) -> dict[str, Style]:
     """Returns the style of every linear layer and embedding, and of norms that meet slices, by module name.
 
     Where layouts fit only if an output is gathered before the model's own loss, or a replicated weight's gradient is
     summed, the layer's style says so.
     """
-    owned = _owned(laid.plan)
+    owned = owned_parameters(laid.plan)
     modules = dict(laid.model.named_modules(remove_duplicate=False))
     styles = {name: _style(laid, name, modules[name], owned[name]) for name in modules if name in owned}
+    styles |= known
     for _ in styles:
         found = implied_strategies(laid.graph, _as_run(laid, styles))
         if not isinstance(found, Mistyped):
             break
-        change = _mended(laid, styles, found)
+        change = _mended(laid, styles, found, gathers=gathers)
         if not change:
             raise _unsaid(laid.plan, found)
         styles |= change
@@ -83,8 +110,8 @@ def _unsaid(plan: Plan, problem: Mistyped) -> ExportError:
     return ExportError(f"{_ALONE} {problem.message}: use apply_plan")
 
 
-def _owned(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
-    """Returns the plans of parameters by owning module and attribute."""
+def owned_parameters(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
+    """Returns the plans of parameters by owning module, for each of their names, and by attribute."""
     found: dict[str, dict[str, ParameterPlan]] = {}
     for label, parameter in plan.parameter_plans().items():
         for name in (label, *parameter.aliases):
@@ -97,6 +124,8 @@ def _style(laid: LaidOut, name: str, module: nn.Module, parameters: Mapping[str,
     placements = {attribute: parameter.placement for attribute, parameter in parameters.items()}
     if all(placement == R for placement in placements.values()):
         return Style.WHOLE
+    if all(name not in parameter.reads and parameter.aliases for parameter in parameters.values()):
+        return Style.WHOLE  # it is not called: modules that have its parameters by other names read them
     weight, bias = placements.get("weight"), placements.get("bias")
     if weight is not None and parameters["weight"].reads.get(name) != weight:
         weight = None  # a fused weight, which a rank reads part by part
@@ -119,15 +148,41 @@ def _changed(laid: LaidOut, name: str, direction: Direction) -> Iterator[Crossin
     return (crossing for crossing in laid.crossings.get((name, direction), ()) if crossing.is_conversion)
 
 
-def _mended(laid: LaidOut, styles: Mapping[str, Style], problem: Mistyped) -> dict[str, Style]:
+def _mended(laid: LaidOut, styles: Mapping[str, Style], problem: Mistyped, *, gathers: bool) -> dict[str, Style]:
     """Returns styles to change for the layouts to fit; none where the form has no style for that."""
     match problem.place:
         case ("parameters", _, "reads", module) if styles.get(module) is Style.WHOLE:
             return {module: Style.SUMMED}
     node = next((node for node in laid.graph.nodes if node.name in problem.blamed), None)
-    if node is None or not (node.module in laid.plan.sharded_losses() or _leaves(node)):
+    if node is None:
         return {}
-    return dict.fromkeys(_columns_behind(laid, styles, node), Style.COLUMNS_GATHERED)
+    if gathers and styles.get(node.module) is Style.ROWS:
+        return {node.module: Style.ROWS_OF_WHOLE}
+    if not (gathers or node.module in laid.plan.sharded_losses() or _leaves(node)):
+        return {}
+    found = dict.fromkeys(_columns_behind(laid, styles, node), Style.COLUMNS_GATHERED)
+    return found or (dict.fromkeys(_rows_ahead(laid, styles, node), Style.ROWS_OF_WHOLE) if gathers else {})
+
+
+def _rows_ahead(laid: LaidOut, styles: Mapping[str, Style], node: Op | Boundary) -> Iterator[str]:
+    """Yields the row-parallel layers that read slices of what the node makes, through no other layer."""
+    for reader in _readers(laid, styles, node):
+        if isinstance(reader, Boundary) and styles.get(reader.module) is Style.ROWS:
+            yield reader.module
+
+
+def _readers(laid: LaidOut, styles: Mapping[str, Style], node: Op | Boundary) -> Iterator[Op | Boundary]:
+    """Yields what reads what the node makes, through ops and up to the boundaries of layers."""
+    open_values, seen = list(node.results), set[str]()
+    while open_values:
+        value = open_values.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for reader in laid.graph.consumers.get(value, ()):
+            yield reader
+            if not (isinstance(reader, Boundary) and reader.module in styles):
+                open_values += reader.results
 
 
 def _leaves(node: Op | Boundary) -> bool:

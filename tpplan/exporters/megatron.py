@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from tpplan.core.errors import UsageError
 from tpplan.core.graph import Direction, ModelGraph, within
 from tpplan.core.layout import ROWS, P, S
+from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import LaidOut
 from tpplan.layouts.pins import Keeps, Pin, Pinned, matrix_ops
 from tpplan.plan.plan import Plan, Precision, Recompute, uses_fsdp
@@ -154,7 +155,7 @@ def _between_layers(laid: LaidOut, layers: list[str]) -> Iterator[tuple[str, str
 
 
 def _named(modules: list[str]) -> str:
-    """The modules' names, a few of many."""
+    """Returns the names of the first modules, and how many more there are."""
     names = list(dict.fromkeys(modules))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(name or "<root>" for name in names[:_MOST_NAMED]) + more
+    return ", ".join(name or ROOT for name in names[:_MOST_NAMED]) + more

@@ -7,7 +7,6 @@ be expressed so. Such plans are written with the same cuts of weights, but with 
 alone (tpplan.exporters._own_layers), and the file says so; where that is another model, they are refused.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +19,13 @@ from tpplan.core.graph import LEFT_AT, Boundary, Direction
 from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
-from tpplan.exporters._own_layers import at_own_layers
+from tpplan.exporters._own_layers import Style, at_own_layers, owned_parameters
 from tpplan.exporters._pytorch_file import Styles, file_text
 from tpplan.plan.plan import ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
+
+#: most layers that a file names
+_SHOWN = 3
 
 
 def export(laid: LaidOut) -> str:
@@ -35,11 +37,23 @@ def export(laid: LaidOut) -> str:
         return file_text(laid.plan, _styles(laid))
     except ExportError as refused:
         try:
-            _, simpler = at_own_layers(laid)
-            return file_text(laid.plan, _styles(simpler), given_up=_reason(refused))
+            return _with_whole_tensors(laid, _reason(refused))
         except ExportError as error:
             message = f"{_reason(refused)}; nor can a plan with whole tensors between layers be written: {error}"
             raise ExportError(message) from None
+
+
+def _with_whole_tensors(laid: LaidOut, given_up: str) -> str:
+    """The file with layouts that change at the cut layers alone; where code cannot read the slices of some layers
+    then, these give whole outputs, and the file says that what follows them runs whole."""
+    try:
+        _, simpler = at_own_layers(laid)
+    except ExportError:
+        styles, simpler = at_own_layers(laid, gathers=True)
+        gathered = [name for name, style in styles.items() if style is Style.COLUMNS_GATHERED]
+        shown = ", ".join(gathered[:_SHOWN]) + (f" and {len(gathered) - _SHOWN} more" if len(gathered) > _SHOWN else "")
+        given_up += f". Outputs of {shown} are gathered, and what reads them runs whole on every rank"
+    return file_text(laid.plan, _styles(simpler), given_up=given_up)
 
 
 def _reason(error: ExportError) -> str:
@@ -132,12 +146,7 @@ class _StyleFinder:
     @cached_property
     def _owned(self) -> dict[str, dict[str, ParameterPlan]]:
         """Parameters by owning module and attribute."""
-        found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
-        for canonical, parameter in self.laid.plan.parameter_plans().items():
-            for label in (canonical, *parameter.aliases):
-                owner, _, attribute = label.rpartition(".")
-                found[owner][attribute] = parameter
-        return found
+        return owned_parameters(self.laid.plan)
 
     def _is_by_name_alone(self, name: str) -> bool:
         """True where another module has the same parameters and reads them, and this one does not."""

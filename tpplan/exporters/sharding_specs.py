@@ -10,6 +10,7 @@ first dims of every input, its samples. The layouts say how weights rest; a comp
 """
 
 import json
+from math import prod
 
 from tpplan.core.errors import ExportError
 from tpplan.core.mesh import AXES, Axis
@@ -44,9 +45,7 @@ def _dims(plan: Plan, name: str, parameter: ParameterPlan) -> list[list[str]]:
     if dims and plan.untouched is None and uses_fsdp(plan.mesh, plan.precision):
         dims[0].append(str(Axis.SHARD))
     for dim, (axes, size) in enumerate(zip(dims, parameter.shape, strict=True)):
-        ranks = 1
-        for axis in axes:
-            ranks *= plan.mesh.size(Axis(axis))
+        ranks = prod(plan.mesh.size(Axis(axis)) for axis in axes)
         if size % ranks:
             raise ExportError(
                 f"parameter {name}: dim {dim} of {size} does not divide by {ranks} ranks ({' x '.join(axes)}), and "

@@ -80,7 +80,7 @@ def _degrees(laid: LaidOut) -> str:
 
 
 def _with_imports(text: str) -> str:
-    """The text, which surely imports torch and FSDPModule."""
+    """Returns the text with imports of torch and FSDPModule where they were missing."""
     name = "from torch.distributed.fsdp import FSDPModule"
     lines = text.split("\n")
     first = next(i for i, line in enumerate(lines) if re.match(r"(import|from) ", line))

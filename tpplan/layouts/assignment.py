@@ -34,7 +34,8 @@ class Assignment:
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
     micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds of other stages meanwhile.
-    `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then.
+    `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then. `over_tp`
+    are the layers that FSDP shards over shard and tp together, whose parameters are all R.
     """
 
     graph: ModelGraph
@@ -51,6 +52,7 @@ class Assignment:
     in_flight: int = 1
     beside_bytes: float = 0.0
     whole_gradients: bool = False
+    over_tp: frozenset[str] = frozenset()
 
     @property
     def tp(self) -> int:
@@ -109,6 +111,11 @@ class Assignment:
     def units(self) -> tuple[FsdpUnit, ...]:
         """The FSDP units, the root last."""
         return units_of(self.graph, self.layers, {name: name for name in self.strategies})
+
+    @cached_property
+    def sources_over_tp(self) -> frozenset[str]:
+        """Names of the parameters that FSDP shards over shard and tp together."""
+        return frozenset(source.label for unit in self.units if unit.name in self.over_tp for source in unit.parameters)
 
     def strategy(self, decision: str) -> Strategy:
         """The strategy of a decision."""
@@ -217,4 +224,5 @@ def assignment_of(
         in_flight=plan.stage.in_flight if plan.stage is not None else 1,
         beside_bytes=plan.stage.beside_bytes if plan.stage is not None else 0.0,
         whole_gradients=bool(plan.fsdp.whole_gradients),
+        over_tp=plan.units_over_tp(),
     )

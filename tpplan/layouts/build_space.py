@@ -4,6 +4,7 @@ Inputs, buffers and the loss are whole, and so are outputs that the user can rea
 value crosses several boundaries one after the other, one of them may convert.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,17 +17,15 @@ from tpplan.layouts.fused.extra_layouts import find_extra_layouts
 from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.readings import Reading, sliced_buffers
 from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
+from tpplan.layouts.rules.embedding import EMBEDDING
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 
 #: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
 
-EMBEDDING = "aten.embedding.default"
-CROSS_ENTROPY = "tpplan.cross_entropy.default"
-BAGS = "tpplan.embedding_bag.default"
-
 
 class NoLayoutError(ModelError):
-    """A decision has no strategy left; `decision` is its name."""
+    """A decision has no strategy left; `decision` is its name, which tpplan.search.diagnose puts into words."""
 
     def __init__(self, decision: str, tp: int) -> None:
         super().__init__(f"{decision}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
@@ -260,7 +259,10 @@ def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
     """Names of the boundaries that may convert: one of each run of crossings, the last entry or else the first exit.
 
-    The output of an embedding module is never merged with the next crossing: rows of other ranks are masked there.
+    A module called several times converts in all its calls or in none. Where that binds the chosen crossing of a run to
+    those of others, the run converts at one of its own, too: the last entry of a module that is called once, or else
+    the first exit of one. The output of an embedding module is never merged with the next crossing: rows of other ranks
+    are masked there.
     """
     outputs = {value for _, value in graph.outputs}
     chains: list[list[Boundary]] = []
@@ -279,13 +281,21 @@ def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
         chain.append(boundary)
         chain_of[boundary.name] = chain
 
-    def chosen(chain: list[Boundary]) -> Boundary:
-        entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
-        return entries[-1] if entries else chain[0]
-
-    places = {place for boundary in map(chosen, chains) for place in boundary.places}
-    # A module called several times converts in all its calls or in none.
+    num_calls = Counter(place for boundary in graph.boundaries for place in boundary.places)
+    places = set[tuple[str, Direction, str]]()
+    for chain in chains:
+        chosen = _converting(chain)
+        places.update(chosen.places)
+        if any(num_calls[place] > 1 for place in chosen.places):
+            own = [boundary for boundary in chain if all(num_calls[place] == 1 for place in boundary.places)]
+            places.update(_converting(own).places if own else ())
     return frozenset(boundary.name for boundary in graph.boundaries if not places.isdisjoint(boundary.places))
+
+
+def _converting(chain: list[Boundary]) -> Boundary:
+    """The boundary of a run of crossings that may convert."""
+    entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
+    return entries[-1] if entries else chain[0]
 
 
 def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:

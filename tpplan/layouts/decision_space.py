@@ -1,7 +1,7 @@
 """The decision space: the nodes that choose a layout, their strategies, and which nodes decide together.
 
-Every op, every boundary and every reading of a parameter, or of a buffer that is joined with what is sharded, is a
-decision; its strategies are tuples of layouts. A flow carries a value from one decision to another, and both ends must
+Every op, every boundary and every reading (of a parameter, or of a buffer that may be read as a slice) is a decision;
+its strategies are tuples of layouts. A flow carries a value from one decision to another, and both ends must
 name the same layout. Corresponding nodes of repeated blocks share one decision (a *class*), represented by the first
 block's node. Where different classes flow into a boundary it has its own class, so that the first block may convert
 what the others need not.

@@ -1,4 +1,4 @@
-"""Decisions in the words of messages: what it is, in which module, and where in the model's code."""
+"""Decisions in the words of messages: the op, tensor or parameter, its module, and the line of the model's code."""
 
 from typing import assert_never
 
@@ -34,7 +34,7 @@ def placed(graph: ModelGraph, decider: Decider) -> str:
 
 
 def _of_functions(op: Op) -> str:
-    """Says which numbers the functions or the mask of a flex_attention name, by which it is therefore not divided."""
+    """Says which positions (batch, head) the functions or mask of a flex_attention read, and so keep whole."""
     if op.target != FLEX_ATTENTION:
         return ""
     named = [name for name, is_cut in zip(("the batch", "the head"), op.args[5:7], strict=True) if not is_cut]

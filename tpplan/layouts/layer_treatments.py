@@ -106,8 +106,8 @@ class FsdpUnit:
 
     @property
     def divisions(self) -> tuple[int, ...]:
-        """The numbers of ranks that divide the experts of its parameters: 1, and ep where it has experts. FSDP gathers
-        the parameters of each by themselves, over other ranks."""
+        """The numbers of ranks that divide the unit's parameters by experts: 1 for ordinary parameters, ep for experts.
+        FSDP gathers the parameters of each number separately, over different ranks."""
         return tuple(dict.fromkeys(source.ep for source in self.parameters))
 
 
@@ -120,7 +120,7 @@ class LayerGroup:
 
     @property
     def unit(self) -> FsdpUnit:
-        """The first unit, which represents all units of this kind."""
+        """The first unit, which represents all units of the group."""
         return self.units[0]
 
     def count(self, *, recompute: Recompute | None = None, reshard: bool | None = None) -> Count:

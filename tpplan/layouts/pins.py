@@ -28,9 +28,9 @@ from tpplan.core.errors import UsageError
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.build_space import BAGS, EMBEDDING
 from tpplan.layouts.readings import reading_name
 from tpplan.layouts.rules import Strategy
+from tpplan.layouts.rules.embedding import BAGS, EMBEDDING
 from tpplan.plan.styles import ALIASES, KNOWN_STYLES, Style
 
 #: True for a strategy that keeps a pin

@@ -1,5 +1,5 @@
-"""The entries of a plan, and whether a graph has what they name, to be read as they say: what tpplan.layouts.typecheck
-lists as (1) for parameters and buffers, (5) and (6)."""
+"""Checks the entries of a plan against a graph: whether the graph has what they name, and can read parameters and
+buffers as they say. These are (1) for parameters and buffers, (5) and (6) of tpplan.layouts.typecheck."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -9,12 +9,9 @@ from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.readings import sliced_buffers
 from tpplan.layouts.rules import OPAQUE, written_operands
+from tpplan.layouts.rules.embedding import BAGS
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
-
-#: the only op that may take a sharded output and plain tensors together in the user's loss
-CROSS_ENTROPY = "tpplan.cross_entropy.default"
-
-BAGS = "tpplan.embedding_bag.default"
 
 #: a boundary of a module: (module, direction, path)
 CrossingKey = tuple[str, Direction, str]
@@ -102,9 +99,13 @@ class PlanEntries:
         """Yields violations of (1) and (5) by a parameter."""
         shape = self.graph.whole_shape(source)
         if (plan.shape, plan.trainable) != (shape, source.trainable):
-            yield f"{plan.shape}, trainable {plan.trainable} in the plan; {shape}, trainable {source.trainable} here"
+            yield (
+                f"shape {plan.shape}, trainable {plan.trainable} in the plan; {shape}, trainable {source.trainable} in "
+                "the model"
+            )
         if set(plan.aliases) != set(source.aliases):
-            yield f"tied to {plan.aliases or 'nothing'} in the plan, to {source.aliases or 'nothing'} in the model"
+            planned, own = (", ".join(names) or "nothing" for names in (plan.aliases, source.aliases))
+            yield f"tied to {planned} in the plan, to {own} in the model"
         if not plan.placement.is_plain or not fits(shape, plan.placement, self.tp):
             yield f"{shape} cannot rest as {plan.placement} on {self.tp} ranks"
         readers = self._readers(source)
@@ -138,7 +139,7 @@ class PlanEntries:
     def _buffer(self, source: Source, plan: BufferPlan) -> str | None:
         value = self.graph.values[source.result]
         if plan.shape != value.shape:
-            return f"{plan.shape} in the plan, {value.shape} in the model"
+            return f"shape {plan.shape} in the plan, {value.shape} in the model"
         if source.result not in sliced_buffers(self.graph):
             return "an op may write to it, or no op joins it with what carries a gradient: it is read whole"
         if different := sorted(self._readers(source) ^ plan.reads.keys()):

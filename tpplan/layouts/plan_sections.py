@@ -8,9 +8,10 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGra
 from tpplan.core.layout import Conversion, Layout, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.rules import Call, call_strategies, draws
+from tpplan.layouts.rules.embedding import BAGS
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan
 
@@ -135,9 +136,16 @@ def fsdp_plan(assignment: Assignment) -> FsdpPlan:
     rule = 2 * sum(resharded) >= len(resharded)
     exceptions = tuple(name for name in names if name in treatments and treatments[name].reshard != rule)
     units = tuple(patterns) if assignment.num_averages is None else ()
+    others = {pattern_of(assignment.graph, name) for name in names if name not in assignment.over_tp}
+    over_tp = (
+        name if pattern_of(assignment.graph, name) in others else pattern_of(assignment.graph, name)
+        for name in names
+        if name in assignment.over_tp
+    )
     return FsdpPlan(
         units=units,
         reshard_after_forward=rule,
         exceptions=exceptions,
         whole_gradients=True if assignment.whole_gradients and uses_fsdp else None,
+        over_tp=tuple(dict.fromkeys(over_tp)) or None,
     )

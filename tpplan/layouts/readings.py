@@ -27,6 +27,11 @@ class Reading:
     op: Op
     position: int
 
+    @property
+    def module(self) -> str:
+        """The module whose code reads."""
+        return self.op.module
+
 
 def has_partial_gradient(reading: Strategy) -> bool:
     """True where a parameter rests whole and its gradient is a summand on each rank, reduced once per step."""

@@ -19,7 +19,7 @@ from tpplan.machine.tables import (
 )
 
 _WITH_SPREAD = MatmulTable | AttentionTable | MemoryBoundTable | CollectiveTable
-#: of all points: a profile of which more are noisy is no measurement
+#: largest share of noisy points, of all points, with which a profile counts as a measurement
 MOST_NOISE = 0.5
 
 
@@ -82,14 +82,14 @@ def _inferred(profile: HardwareProfile) -> Iterator[str]:
 
 
 def noisy_share(profile: HardwareProfile) -> float:
-    """The share of the points measured with repeats whose repeats differ too much; 0 where none says so."""
+    """The share of noisy points among all points with repeats; 0 where no table has a spread of repeats."""
     spreads = [part.spread for _, part in _named(profile) if isinstance(part, _WITH_SPREAD) and part.spread is not None]
     return sum(len(own.noisy) for own in spreads) / (sum(len(own.relative) for own in spreads) or 1)
 
 
 def why_invalid(profile: HardwareProfile) -> str:
-    """Why no plan should be made by this profile: more of its points are noisy than MOST_NOISE; "" where that is not
-    so."""
+    """Why no plan should be made by this profile: a larger share of its points than MOST_NOISE is noisy; "" where it
+    may be used."""
     share = noisy_share(profile)
     if share <= MOST_NOISE:
         return ""

@@ -180,14 +180,15 @@ class HardwareProfile:
     @property
     def peak_flop_per_s(self) -> float:
         """FLOP per second of the fastest matmul that was measured, in a 16-bit dtype where there is one; what an MFU
-        is relative to."""
+        is relative to. 0 where no matmul of floating numbers was measured."""
         tables = [table for table in self.matmuls if table.dtype in FLOATING_DTYPES]
         halves = [table for table in tables if table.dtype in ("bfloat16", "float16")]
-        return max(
+        rates = (
             2 * math.prod(sizes) / seconds
             for table in (halves or tables)
             for sizes, seconds in zip(itertools.product(*table.grids), table.time_s, strict=True)
         )
+        return max(rates, default=0.0)
 
     def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
         """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.
@@ -283,7 +284,8 @@ class HardwareProfile:
         crosses = group.nodes > 1
         if group.ranks_per_node > self.gpus_per_node:
             raise self._missing(
-                f"{kind} measurement for {group.ranks_per_node} ranks in a node of {self.gpus_per_node} GPUs", []
+                f"{kind} measurement for {group.ranks_per_node} ranks in a node of {self.gpus_per_node} GPUs",
+                [f"up to {self.gpus_per_node} ranks in a node"],
             )
         alike = [table for table in self.collectives if table.kind == kind and (table.group.nodes > 1) == crosses]
         if not alike:

@@ -9,6 +9,7 @@ from tpplan.machine.interpolate import blend, bracket
 
 
 def check_dtype(dtype: str) -> None:
+    """Raises ProfileError for a dtype of unknown size."""
     if dtype not in DTYPE_BYTES:
         raise ProfileError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
 
@@ -52,6 +53,7 @@ def check_grid(
 
 
 def check_ascending(name: str, values: Sequence[float], *, strictly: bool) -> None:
+    """Raises ProfileError unless there are values that never decrease, or always increase where `strictly`."""
     if not values:
         raise ProfileError(f"{name}: expected at least one value, got none")
     for i in range(1, len(values)):
@@ -62,11 +64,13 @@ def check_ascending(name: str, values: Sequence[float], *, strictly: bool) -> No
 
 
 def check_length(name: str, values: Sequence[float], expected: int) -> None:
+    """Raises ProfileError for another number of values than expected."""
     if len(values) != expected:
         raise ProfileError(f"{name}: expected {expected} values, got {len(values)}")
 
 
 def check_unique(name: str, keys: Sequence[object]) -> None:
+    """Raises ProfileError where two entries of the array `name` have one key."""
     for i, key in enumerate(keys):
         if key in keys[:i]:
             raise ProfileError(f"{name}[{i}]: expected one entry for {key}, got a second")

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tpplan.costs.runs.kernels import ATTENTION_BACKWARD_PRODUCTS, dtype_name
 from tpplan.machine.fit_tables import TIME_DIGITS, Array, attention_table, digits, relative_error
 from tpplan.machine.tables import AttentionRate, AttentionTable
-from tpplan.measure.device import MEASURED, dtype_name
+from tpplan.measure.device import MEASURED
 from tpplan.measure.timer import (
     LARGEST_PART,
     NUM_REPEATS,
@@ -27,9 +28,6 @@ from tpplan.measure.timer import (
 
 #: fewest sequence lengths of an attention table
 FEWEST_SEQUENCES = 2
-#: FLOP of backward over forward: flash attention's backward recomputes the scores, 5 products against 2 [Dao 2023,
-#: section 3.1]
-ATTENTION_BACKWARD_PRODUCTS = 2.5
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 

@@ -57,13 +57,18 @@ def ranks_per_node() -> int:
     told = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     by_rank: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(by_rank, told)
-    if any(None in pair for pair in by_rank):
-        raise UsageError("no GROUP_RANK and LOCAL_WORLD_SIZE on every rank: start with torchrun --nproc-per-node 4")
+    unset = [rank for rank, pair in enumerate(by_rank) if None in pair]
+    if unset:
+        raise UsageError(
+            f"GROUP_RANK and LOCAL_WORLD_SIZE are not set on ranks {', '.join(map(str, unset))}: start every rank with "
+            "torchrun, which sets them"
+        )
     nodes = [int(node or 0) for node, _ in by_rank]
     (per_node, *others) = sorted({int(size or 0) for _, size in by_rank})
     if others:
         raise UsageError(
-            f"nodes have {[per_node, *others]} ranks: start as many on each node with torchrun --nproc-per-node"
+            f"nodes have {' or '.join(map(str, (per_node, *others)))} ranks: start as many on each node, with the same "
+            "torchrun --nproc-per-node N"
         )
     if nodes != [rank // per_node for rank in range(len(nodes))]:
         raise UsageError(
@@ -108,7 +113,10 @@ def measure_collectives(
     that does not divide the number of ranks, and where there is no process group.
     """
     if not dist.is_initialized():
-        raise UsageError("measure_collectives: no process group; start with torchrun --nproc-per-node 4")
+        raise UsageError(
+            "measure_collectives: there is no process group: start with torchrun --nproc-per-node N, and call "
+            "torch.distributed.init_process_group first"
+        )
     world = dist.get_world_size()
     wrong = [ranks for ranks in group_sizes if ranks not in divisors(world)[1:]]
     if wrong:

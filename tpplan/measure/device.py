@@ -68,8 +68,3 @@ def dtype_of(name: str) -> torch.dtype:
         raise UsageError(f"dtype {name!r} cannot be measured; expected one of {', '.join(MEASURED_DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, without `torch.`."""
-    return str(dtype).removeprefix("torch.")

@@ -14,8 +14,6 @@ from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
 
 #: sizes of layers whose kernels do next to nothing, so that Python, modules and autograd take all the time
 LAYERS, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
-#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
-ISSUED_STEPS = 3
 
 
 def measure_launch(device: torch.device, budget_s: float) -> Launch:
@@ -31,11 +29,7 @@ def measure_launch(device: torch.device, budget_s: float) -> Launch:
     launch_s = float(np.median(samples))
     step = _small_step(device)
     num_kernels = kernels_of(step)
-    if device.type == "cpu":
-        issued = stopwatch.samples(step) / num_kernels - launch_s
-    else:
-        step()  # lazy initialisation
-        issued = stopwatch.issue_samples(step, calls=ISSUED_STEPS) / num_kernels
+    issued = stopwatch.step_issue_samples(step) / num_kernels - (launch_s if device.type == "cpu" else 0.0)
     issue_s = max(float(np.median(issued)), launch_s)
     return Launch(
         launch_s=digits(launch_s, TIME_DIGITS),

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpplan.costs.runs.kernels import dtype_name
 from tpplan.machine.fit_tables import Array, matmul_table
 from tpplan.machine.tables import MatmulTable
-from tpplan.measure.device import MEASURED, dtype_name
+from tpplan.measure.device import MEASURED
 from tpplan.measure.grid import ComputeGrid
 from tpplan.measure.timer import (
     COLD_BYTES,

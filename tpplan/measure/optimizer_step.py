@@ -4,7 +4,6 @@ Most optimizers issue some ops for each parameter, and an op on a DTensor goes t
 parameters may take longer to issue than to run.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tpplan.machine.fit_tables import TIME_DIGITS, Array, digits, relative_error
+from tpplan.machine.fit_tables import TIME_DIGITS, digits, relative_error
 from tpplan.machine.tables import OptimizerIssue
 from tpplan.measure.device import MEASURED
 from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
@@ -24,8 +23,6 @@ from tpplan.train.torch_optimizer import torch_optimizer
 
 #: number of parameters, and their size along each of two dims: so small that only issuing takes time
 PARAMETERS, WIDTH = 16, 8
-#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
-ISSUED_STEPS = 3
 
 
 def measure_optimizers(device: torch.device, budget_s: float) -> tuple[OptimizerIssue, ...]:
@@ -39,7 +36,7 @@ def measure_optimizers(device: torch.device, budget_s: float) -> tuple[Optimizer
 
 def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
     sharded, plain = (
-        _samples(torch_optimizer(name, parameters).step, stopwatch) / PARAMETERS
+        stopwatch.step_issue_samples(torch_optimizer(name, parameters).step) / PARAMETERS
         for parameters in (_sharded(stopwatch.device), _plain(stopwatch.device))
     )
     sharded_s, plain_s = float(np.median(sharded)), float(np.median(plain))
@@ -50,14 +47,6 @@ def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
         relative_error=relative_error(np.concatenate([sharded / sharded_s, plain / plain_s])),
         sources=MEASURED,
     )
-
-
-def _samples(step: Callable[[], object], stopwatch: Stopwatch) -> Array:
-    """Seconds that the CPU takes for a step, one for each repeat."""
-    if stopwatch.device.type == "cpu":
-        return stopwatch.samples(step)
-    step()  # lazy initialisation
-    return stopwatch.issue_samples(step, calls=ISSUED_STEPS)
 
 
 def _plain(device: torch.device) -> list[nn.Parameter]:

@@ -44,7 +44,7 @@ from tpplan.measure.compute import (
     make_profile,
     measure_memory_bound,
 )
-from tpplan.measure.device import device_name, dtype_name, dtype_of, software
+from tpplan.measure.device import device_name, dtype_of, software
 from tpplan.measure.grid import ComputeGrid, default_grid
 from tpplan.measure.launch import measure_launch
 from tpplan.measure.matmuls import measure_matmuls
@@ -98,7 +98,8 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the measurement: `measure` takes the tables so far and a budget in seconds, and adds its own."""
+    """A part of the measurement: `measure` takes the tables so far and a budget in seconds, and returns them with the
+    section's own tables."""
 
     name: str
     weight: float
@@ -241,13 +242,15 @@ def survey_of(
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(f"dtypes: expected each once, got {', '.join(repeated)} more than once")
+    for name in names:
+        dtype_of(name)
     if device.type == "cuda" and "float64" in names:
         raise UsageError(
             "dtypes: float64 has no fused attention on a GPU, so it cannot be measured there; leave it out"
         )
     return Survey(
         device=device,
-        dtypes=tuple(dtype_name(dtype_of(name)) for name in names),
+        dtypes=names,
         grid=grid or default_grid(device.type),
         message_bytes=tuple(message_bytes) or MESSAGE_BYTES[device.type],
         world=dist.get_world_size() if dist.is_initialized() else 1,

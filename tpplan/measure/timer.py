@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -46,6 +46,8 @@ CALIBRATED_PART = 0.25
 MOST_GROWTH = 16
 #: most calls queued at a time: a GPU's queue holds about a thousand kernels, and a call may launch several
 MOST_QUEUED_CALLS = 100
+#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
+ISSUED_STEPS = 3
 #: length of the pause before a GPU's window, over the time to queue the window's calls
 PAUSE_MARGIN = 1.5
 #: no GPU's clock is faster; pauses are given in cycles, and must not be too short
@@ -106,6 +108,14 @@ class Stopwatch:
             elapsed.append((time.perf_counter() - start) / calls)
         synchronize(self.device)
         return np.array(slowest(self.device, elapsed))
+
+    def step_issue_samples(self, step: Callable[[], object]) -> Array:
+        """Seconds that the slowest rank's CPU needs to issue a step of many kernels, one for each repeat; on a CPU
+        seconds of the step, which is issued and run in one."""
+        if self.device.type == "cpu":
+            return self.samples(step)
+        step()  # lazy initialisation
+        return self.issue_samples(step, calls=ISSUED_STEPS)
 
     def _beside(self, call_s: float) -> int:
         """Number of calls before a window, and after it; 0 for a rank that is alone."""
@@ -198,26 +208,37 @@ def in_rounds(
     """Seconds per call on the slowest rank, one for each repeat, by point. A round is one window of every point.
 
     A machine that is slow for some seconds thus spoils one repeat of many points, and not all repeats of a few, whose
-    medians would be wrong. make(point) gives the work of a point, anew for each window. Windows share out the budget.
+    medians would be wrong. make(point) gives the work of a point, anew for each window. Windows share out the budget;
+    where the machine gets slower after the first round, later windows have fewer calls.
     """
     start, beside_s = time.perf_counter(), overhead_s(device)
     first, in_all = 1 + WINDOWS_BESIDE, repeats + WINDOWS_BESIDE
     windows: dict[Point, Window] = {}
-    elapsed: list[list[float]] = []
+    samples: dict[Point, list[float]] = {point: [] for point in points}
+    spent_s, slowdown = 0.0, 1.0
     for round_number in range(repeats):
-        elapsed.append([])
         for done, point in enumerate(points):
-            work = make(point)
+            work, left = make(point), (repeats - round_number) * len(points) - done
             if not round_number:
-                (spent_s,) = slowest(device, [time.perf_counter() - start])
                 # Other rounds take as long as the first, which searches for the number of calls too.
                 share_s = max(0.0, budget_s - spent_s * in_all / first) / (len(points) - done)
                 window_s = min(max(0.0, share_s / in_all - beside_s), LONGEST_WINDOW_S)
                 windows[point] = Stopwatch(device=device, window_s=window_s).window(work)
-            elapsed[-1].append(Stopwatch(device=device, window_s=0.0).elapsed(work, windows[point]))
+            call_s = samples[point][0] * slowdown if round_number else 0.0
+            window = _shortened(windows[point], call_s, (budget_s - spent_s) / left - beside_s)
+            elapsed_s = Stopwatch(device=device, window_s=0.0).elapsed(work, window)
+            spent_s, elapsed_s = slowest(device, [time.perf_counter() - start, elapsed_s])
+            samples[point].append(elapsed_s / window.calls)
+            slowdown = max(1.0, samples[point][-1] / samples[point][0]) if samples[point][0] else 1.0
             progress(section, round_number * len(points) + done + 1, repeats * len(points))
-    by_round = np.array([slowest(device, seconds) for seconds in elapsed])
-    return {point: by_round[:, i] / windows[point].calls for i, point in enumerate(points)}
+    return {point: np.array(own) for point, own in samples.items()}
+
+
+def _shortened(window: Window, call_s: float, share_s: float) -> Window:
+    """The window with no more calls than take `share_s` seconds, but one, where a call takes `call_s` (0: unknown)."""
+    if not call_s:
+        return window
+    return replace(window, calls=max(1, min(window.calls, int(share_s / call_s))))
 
 
 def in_turn(works: Sequence[Callable[[], T]], kept: int) -> Callable[[], T]:

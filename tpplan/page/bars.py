@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A part: its name, its amount as text with a unit, and its share of the whole in percent, also where the bars
-    before it end. The bars of a whole stand side by side from 0 to 100 where the parts make up the whole."""
+    """A part: its name, its amount as text with a unit, its share of the whole in percent, and the sum of the shares of
+    the bars before it (`starts_at`), so that bars can stand side by side."""
 
     name: str
     amount: str

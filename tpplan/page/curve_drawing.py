@@ -1,6 +1,6 @@
-"""Curves of what other plans would reach: throughput by one thing that is changed, on a grid of 1000 by 1000.
+"""Curves of throughput over one quantity that is varied, each point the best plan, on a grid of 1000 by 1000.
 
-Values stand evenly spaced, whatever lies between them; the height begins at 0.
+Values stand evenly spaced, however far apart they are; the height begins at 0.
 """
 
 from dataclasses import dataclass
@@ -36,11 +36,6 @@ class CurveDrawing:
     path: str
     points: tuple[Point, ...]
     top: str
-
-
-def throughput_unit(plan: Plan) -> str:
-    """The unit of the plan's throughput: tokens/s where its samples are sequences, else samples/s."""
-    return "tokens/s" if plan.batch.seq_len > 1 else "samples/s"
 
 
 def curve_drawing(curve: Curve, plan: Plan) -> CurveDrawing:

@@ -25,7 +25,7 @@ from tpplan.plan.report.words import gib
 from tpplan.plan.step_anatomy import Moment
 
 HEIGHT = 1000
-#: parts from the bottom up, those that stay first
+#: part -> colour, from the bottom up, parts that stay over the step first
 COLOURS = {
     PARAMETERS: "blue",
     STATES: "grey",
@@ -40,7 +40,7 @@ COLOURS = {
 }
 #: the limit is drawn where it is at most this many times the peak
 _NEAR_LIMIT = 1.5
-#: what is free above the highest that is drawn
+#: full height over the highest amount that is drawn
 _HEADROOM = 1.06
 
 

@@ -6,9 +6,10 @@ A node is a row of its GPUs in the order of their ranks. Clusters larger than MO
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import Axis
 from tpplan.core.units import format_bytes
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.words import axes_of, placed, plural
 
 MOST_NODES = 8
 #: GPUs of a node that are drawn
@@ -41,8 +42,7 @@ class AxisDrawing:
 
 def drawings(plan: Plan) -> tuple[AxisDrawing, ...]:
     """A drawing of each axis of the plan's mesh that has more than one rank, outermost first."""
-    axes = (*AXES, Axis.EP, Axis.EXPERT_SHARD) if plan.mesh.ep > 1 else AXES
-    return tuple(_drawing(plan, axis) for axis in axes if plan.mesh.size(axis) > 1)
+    return tuple(_drawing(plan, axis) for axis in axes_of(plan) if plan.mesh.size(axis) > 1)
 
 
 def group_of_first(plan: Plan, axis: Axis) -> range:
@@ -57,7 +57,7 @@ def _drawing(plan: Plan, axis: Axis) -> AxisDrawing:
     return AxisDrawing(
         axis=axis,
         ranks=shape.ranks,
-        place="within a node" if shape.nodes == 1 else f"across {shape.nodes} nodes",
+        place=placed(shape),
         sent=_sent(plan, axis),
         nodes=tuple(_nodes(plan, group_of_first(plan, axis))),
         left_out=_left_out(plan),
@@ -68,8 +68,7 @@ def _sent(plan: Plan, axis: Axis) -> str:
     entries = [entry for entry in plan.collectives if entry.axis is axis]
     count = sum(entry.count for entry in entries)
     num_bytes = sum(entry.count * entry.num_bytes for entry in entries)
-    noun = "collective" if count == 1 else "collectives"
-    return f"{count} {noun} of {format_bytes(num_bytes)} in all" if count else "no collectives"
+    return f"{plural(count, 'collective')} of {format_bytes(num_bytes)} in all" if count else "no collectives"
 
 
 def _nodes(plan: Plan, group: range) -> Iterator[tuple[Cell, ...]]:

@@ -6,7 +6,7 @@ Texts of a plan may be hostile: the template escapes every one, and control char
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.page.bars import bars
-from tpplan.page.curve_drawing import curve_drawing, throughput_unit
+from tpplan.page.curve_drawing import curve_drawing
 from tpplan.page.memory_drawing import memory_drawing
 from tpplan.page.mesh_drawing import drawings
 from tpplan.page.render import rendered
@@ -17,7 +17,7 @@ from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.answer import warnings
 from tpplan.plan.report.details import collective_totals, moment, provenance, setting
 from tpplan.plan.report.layer_table import layer_entries
-from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mesh_sizes, mfu, tokens_per_s, unit_of
 from tpplan.plan.step_anatomy import Anatomy
 
 
@@ -56,14 +56,14 @@ def plan_page(plan: Plan, *, title: str, anatomy: Anatomy | None = None) -> str:
 def _step_parts(plan: Plan, anatomy: Anatomy | None) -> dict[str, object]:
     """The drawings of an anatomy, by their names in the template; None without one."""
     if anatomy is None:
-        return {"timeline": None, "memory": None, "curves": (), "differs": "", "throughput_unit": ""}
+        return {"timeline": None, "memory": None, "curves": (), "differs": "", "unit": ""}
     predicted = plan.predicted
     return {
         "timeline": step_drawing(anatomy.timeline, plan),
         "memory": memory_drawing(anatomy.moments, predicted.memory_limit_bytes, predicted.slack_bytes),
         "curves": [curve_drawing(curve, plan) for curve in anatomy.curves],
         "differs": anatomy.problem,
-        "throughput_unit": throughput_unit(plan),
+        "unit": f"{unit_of(plan.batch)}/s",
     }
 
 
@@ -74,23 +74,21 @@ def _per_gpu(plan: Plan, rate: float) -> str:
 
 
 def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """(name, value, what is to be known of it) of the numbers at the top of the page."""
+    """(name, value, note) of the numbers at the top of the page."""
     predicted, mesh = plan.predicted, plan.mesh
     rate = tokens_per_s(plan)
-    unit = "tokens/s" if plan.batch.seq_len > 1 else "samples/s"
-    limit, total = predicted.memory_limit_bytes, predicted.peak_memory_bytes + predicted.slack_bytes
-    sizes = ((mesh.replicate, "replicas"), (mesh.shard, "FSDP shards"), (mesh.tp, "tensor-parallel ranks"))
+    limit = predicted.memory_limit_bytes
     return (
         ("step", format_seconds(predicted.step_time_s), f"± {format_seconds(predicted.step_time_error_s)}, predicted"),
         (
-            unit,
+            f"{unit_of(plan.batch)}/s",
             format_count(rate) if rate is not None else "unknown",
             _per_gpu(plan, rate) if rate is not None else "the predicted step is 0 s",
         ),
         (
             "memory per GPU",
-            gib(total),
-            f"{total / limit:.0%} of {gib(limit)}" if limit else "no limit is known",
+            gib(predicted.held_bytes),
+            f"{predicted.held_bytes / limit:.0%} of {gib(limit)}" if limit else "no limit is known",
         ),
-        ("GPUs", str(mesh.num_gpus), " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "one rank"),
+        ("GPUs", str(mesh.num_gpus), mesh_sizes(mesh) or "one rank"),
     )

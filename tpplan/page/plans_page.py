@@ -11,9 +11,9 @@ from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds
 from tpplan.page.bars import Bar
 from tpplan.page.render import rendered
-from tpplan.page.step_drawing import legend
+from tpplan.page.step_drawing import StepDrawing, legend
 from tpplan.plan.plan import Plan
-from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s, unit_of
 
 _TITLES = ("GPUs", "mesh", "micro", "step", "per second", "MFU", "peak")
 
@@ -39,8 +39,16 @@ class _Drawn:
     parts: tuple[tuple[str, Bar], ...] = ()
 
 
-def plans_page(rows: Sequence[Row], *, title: str, sentences: Sequence[str] = ()) -> str:
-    """The text of the page, titled `title`, with `sentences` above the table. Bars are relative to the slowest step."""
+def plans_page(
+    rows: Sequence[Row],
+    *,
+    title: str,
+    sentences: Sequence[str] = (),
+    facts: Sequence[tuple[str, str]] = (),
+    timeline: StepDrawing | None = None,
+) -> str:
+    """The text of the page, titled `title`, with `facts`, (name, text), and `sentences` above the table, and a timeline
+    of all plans' step below, where they are stages of one. Bars are relative to the slowest step."""
     shown = [escaped_data(row) for row in rows]
     plans = [row.plan for row in shown if row.plan is not None]
     slowest_s = max((plan.predicted.step_time_s for plan in plans), default=0.0)
@@ -48,7 +56,9 @@ def plans_page(rows: Sequence[Row], *, title: str, sentences: Sequence[str] = ()
         "plans_page.html.j2",
         title=escaped_data(title),
         sentences=escaped_data(tuple(sentences)),
+        facts=escaped_data(tuple(facts)),
         titles=_TITLES,
+        timeline=timeline,
         rows=[_drawn(row, slowest_s) for row in shown],
         legend=legend({part for plan in plans for part, seconds in plan.predicted.time_s.items() if seconds}),
         problems=[(row.name, row.problem) for row in shown if row.problem],
@@ -86,7 +96,7 @@ def _cells(plan: Plan) -> tuple[str, ...]:
         f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
         f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
         f"{format_seconds(predicted.step_time_s)} ± {format_seconds(predicted.step_time_error_s)}",
-        "" if rate is None else f"{format_count(rate)} {'tokens' if plan.batch.seq_len > 1 else 'samples'}",
+        "" if rate is None else f"{format_count(rate)} {unit_of(plan.batch)}",
         "" if used is None else f"{used:.0%}",
-        gib(predicted.peak_memory_bytes + predicted.slack_bytes),
+        gib(predicted.held_bytes),
     )

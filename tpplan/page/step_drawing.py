@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from tpplan.core.name_patterns import ROOT, holders
+from tpplan.core.graph import enclosing
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_seconds
 from tpplan.plan.parts import (
     ACCUMULATION,
@@ -40,8 +41,8 @@ COLOURS = {
     OPTIMIZER: "grey",
     ISSUE: "yellow",
 }
-#: ticks of a time axis, evenly spread
-_TICKS = 4
+#: ticks of a time axis after the first, evenly spread
+TICKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,7 @@ def _sentences(timeline: Timeline) -> Iterator[str]:
     drawn_s = timeline.end_s - timeline.start_s
     if timeline.earlier:
         yield (
-            f"{plural(timeline.earlier, 'micro-batch').replace('batchs', 'batches')} before it, "
+            f"{plural(timeline.earlier, 'micro-batch')} before it, "
             f"{format_seconds(timeline.start_s)}, not drawn, run alike. Of the {format_seconds(drawn_s)} drawn:"
         )
 
@@ -147,7 +148,7 @@ def _layer(timeline: Timeline, plan: Plan) -> Iterator[Lanes]:
     """The middle one of the layers with most time, in forward and in backward."""
     name = _middle_layer(timeline, plan)
     for during in (Pass.FORWARD, Pass.BACKWARD):
-        own = [s for s in timeline.segments if s.part and s.during is during and name in (s.module, *holders(s.module))]
+        own = [s for s in timeline.segments if s.part and s.during is during and name in enclosing(s.module)]
         if not name or not own:
             continue
         start_s, end_s = own[0].start_s, own[-1].end_s
@@ -157,7 +158,7 @@ def _layer(timeline: Timeline, plan: Plan) -> Iterator[Lanes]:
 
 
 def _middle_layer(timeline: Timeline, plan: Plan) -> str:
-    """The layer; "" without repeated blocks."""
+    """Name of the middle layer of the block whose layers take the most time; "" without repeated blocks."""
     seconds: dict[str, dict[str, float]] = {}
     for segment in timeline.segments:
         for pattern in plan.blocks:
@@ -176,7 +177,7 @@ def _child(module: str, layer: str) -> str:
 
 
 def _runs(segments: Sequence[Segment], name_of: Callable[[Segment], str]) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of segments in a row that have the same name; those without a part have none."""
+    """(name, start, end) in seconds of each run of segments with one name; segments without a part are left out."""
     found: list[tuple[str, float, float]] = []
     for segment in segments:
         if not segment.part:
@@ -215,7 +216,9 @@ def _lanes(
             for name, first, last in runs
         ),
         lanes=tuple((str(s), tuple(map(shape, parts.values()))) for s, parts in drawn.items() if parts),
-        ticks=tuple((format_seconds(start_s + i * (end_s - start_s) / _TICKS), 100.0 * i / _TICKS) for i in range(5)),
+        ticks=tuple(
+            (format_seconds(start_s + i * (end_s - start_s) / TICKS), 100.0 * i / TICKS) for i in range(TICKS + 1)
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from tpplan.core.graph import ModelGraph, RepeatedBlock, enclosing, within
-from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
+from tpplan.core.name_patterns import format_ranges, parse_ranges
 from tpplan.plan.plan import BufferPlan, ParameterPlan, Plan
 
 T = TypeVar("T")
@@ -120,10 +120,17 @@ def _starred(name: str, place: tuple[RepeatedBlock, int]) -> str:
     return block.pattern + name.removeprefix(own) if within(name, own) else name
 
 
-def pattern_in(plan: Plan, module: str) -> str:
-    """A module's name as the blocks of a plan write it."""
+def block_and_pattern(plan: Plan, key: str) -> tuple[str | None, str]:
+    """(pattern of the plan's block that a name is inside, the name with `*` for its index in the block); (None, the
+    name) outside of blocks."""
     for pattern, ranges in plan.blocks.items():
-        for index in parse_ranges(ranges):
-            if within(module, own := substitute(pattern, index)):
-                return pattern + module.removeprefix(own)
-    return module
+        prefix = pattern.removesuffix("*")
+        index, _, rest = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and (index == "*" or (index.isdecimal() and int(index) in parse_ranges(ranges))):
+            return pattern, f"{pattern}.{rest}" if rest else pattern
+    return None, key
+
+
+def pattern_in(plan: Plan, key: str) -> str:
+    """A module's name as the plan writes it: with `*` for its index in a block."""
+    return block_and_pattern(plan, key)[1]

@@ -16,8 +16,8 @@ class Optimizer:
     """Counts per element of a parameter: `states`, or `state_bytes` in their place; temporaries of the step, `of_all`
     parameters together or `of_largest` parameter alone.
 
-    `torch_class` is the class in torch.optim, made with `options`; "" where torch has none. `is_tracked` says whether
-    torch's memory tracker measures it right: of a fused step it counts temporaries that there are not.
+    `torch_class` is the class in torch.optim, made with `options`; "" where torch has none. `is_tracked` is false where
+    torch's memory tracker measures the step wrong: of a fused step it counts temporaries that do not exist.
     """
 
     torch_class: str = ""

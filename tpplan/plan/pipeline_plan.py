@@ -18,13 +18,13 @@ from tpplan.core.files import format_json, write_atomically
 from tpplan.core.strict_json import Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
-from tpplan.plan.sections.provenance import SolverReport
+from tpplan.plan.sections.provenance import RequestPlan, SolverReport
 
 
 class Schedule(StrEnum):
-    """In which order the stages run forwards and backwards of micro-batches (tpplan.stages.schedule). 1f1b: a stage
-    runs ahead by as many forwards as there are stages behind it, and then one backward and one forward in turns.
-    interleaved: the same, where each rank has several stages and a micro-batch comes by as often."""
+    """The order in which stages run forwards and backwards of micro-batches (tpplan.stages.schedule). 1f1b: a stage
+    runs as many forwards ahead as there are stages behind it, then one forward and one backward in turns. interleaved:
+    1f1b with several stages on each rank, so that a micro-batch visits a rank several times."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
@@ -46,7 +46,7 @@ def why_unscheduled(schedule: Schedule, ranks: int, virtual_stages: int, micro_b
     if micro_batches < ranks:
         return (
             f"{micro_batches} micro-batches are fewer than {ranks} stages of a pipeline: the schedule {schedule} needs "
-            "as many"
+            f"{ranks} at least"
         )
     if schedule is Schedule.INTERLEAVED and micro_batches % rounds_of(ranks, micro_batches):
         return (
@@ -70,7 +70,7 @@ class PipelinePrediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes. Each rank
-    has `virtual_stages` stages."""
+    has `virtual_stages` stages. `request` is what was asked for."""
 
     schema_version: Count
     schedule: Schedule
@@ -79,6 +79,7 @@ class PipelinePlan:
     stages: tuple[Plan, ...]
     notes: tuple[str, ...] | None = None
     virtual_stages: Count = 1
+    request: RequestPlan | None = None
 
     @property
     def parts(self) -> int:
@@ -145,7 +146,10 @@ class PipelinePlan:
     def _check(self, origin: str) -> None:
         """Raises PlanError where the stages do not fit together."""
         if self.schema_version != SCHEMA_VERSION:
-            raise PlanError(f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}; solve again")
+            raise PlanError(
+                f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}, the file has "
+                f"{self.schema_version}; solve again"
+            )
         count = len(self.stages)
         if count < 2 * self.virtual_stages or count % self.virtual_stages:
             raise PlanError(
@@ -156,7 +160,8 @@ class PipelinePlan:
             where = f"{origin}: stages[{index}]"
             stage = plan.stage
             if stage is None or (stage.index, stage.count) != (index, count):
-                raise PlanError(f"{where}.stage: expected index {index} of {count}")
+                found = f"index {stage.index} of {stage.count}" if stage is not None else "none"
+                raise PlanError(f"{where}.stage: expected index {index} of {count}, got {found}")
             first = self.stages[0]
             if (plan.batch, plan.precision) != (first.batch, first.precision):
                 raise PlanError(f"{where}: batch or precision differ from those of stages[0]")
@@ -171,7 +176,8 @@ class PipelinePlan:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:
-    """The plan in a file, of a whole model or of a model in stages. Raises PlanError as both do."""
+    """The plan in a file, of a whole model or of a model in stages. Raises PlanError that names the file and the path
+    of the first wrong key."""
     data = read_json(Path(path), origin=str(path), error=PlanError)
     kind = PipelinePlan if isinstance(data, Mapping) and "stages" in data else Plan
     return kind.from_dict(data, origin=str(path))

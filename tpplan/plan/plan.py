@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
+from tpplan.core.graph import enclosing
 from tpplan.core.mesh import MAX_GPUS, Mesh
-from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, module_name, parse_ranges, substitute
+from tpplan.core.name_patterns import ROOT, block_of, is_pattern, module_name, parse_ranges, substitute
 from tpplan.core.strict_json import MAX_INTEGER, Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.sections.modes import Compile, Pass, Precision, Recompute, WorkKind, uses_fsdp
@@ -41,6 +42,8 @@ from tpplan.plan.sections.sharding import (
     OpaquePlan,
     ParameterPlan,
     SizePlan,
+    unit_of,
+    why_not_over_tp,
 )
 from tpplan.plan.tp_shares import TpShares
 
@@ -246,7 +249,7 @@ class Plan:
     def row_bags(self) -> dict[str, tuple[int, ...]]:
         """Module name ("" for the root) -> numbers of rows of the tables of which its forward adds up a rank's own in
         bags, with patterns expanded."""
-        return {"" if name == ROOT else name: counts for name, (counts, _) in self._expanded(self.bags or {}).items()}
+        return self._by_module(self.bags or {})
 
     def drawing_modules(self) -> tuple[str, ...]:
         """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
@@ -284,6 +287,23 @@ class Plan:
         found = {name: self.fsdp.reshard_after_forward for name in self.fsdp_units() if name}
         return found | dict.fromkeys(self._modules(self.fsdp.exceptions), not self.fsdp.reshard_after_forward)
 
+    def units_over_tp(self) -> frozenset[str]:
+        """Names of FSDP units that are sharded over the shard and tp axes together, with patterns expanded."""
+        return frozenset(self._modules(self.fsdp.over_tp or ()))
+
+    def parameters_over_tp(self) -> frozenset[str]:
+        """Names of the parameters of these units, all of which tp replicates."""
+        units, over_tp = {*self.fsdp_units(), ""}, self.units_over_tp()
+        return frozenset(name for name in self.parameter_plans() if unit_of(name, units) in over_tp)
+
+    def may_have_units_over_tp(self) -> bool:
+        """True where some FSDP unit, but the root, could be sharded over the shard and tp axes together."""
+        units = set(self.fsdp_units()) - {""}
+        if not units or 1 in (self.mesh.shard, self.mesh.tp):
+            return False
+        wrong = {unit for unit, _ in why_not_over_tp(units, self.parameter_plans(), self.expert_calls())}
+        return not units.issubset(wrong)
+
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """Yields (name, index) for each name that a key stands for. Raises PlanError for a `*` that is in no block."""
         if not is_pattern(key):
@@ -320,9 +340,17 @@ class Plan:
         for position, key in enumerate(self.fsdp.exceptions):
             if not units.issuperset(self._modules([key])):
                 yield f"fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root"
+        for position, key in enumerate(self.fsdp.over_tp or ()):
+            if not units.issuperset(self._modules([key])):
+                yield f"fsdp.over_tp[{position}]: {key!r} is not in fsdp.units, or is the root"
+        if over_tp := self.units_over_tp():
+            if 1 in (self.mesh.shard, self.mesh.tp):
+                yield f"fsdp.over_tp: expected a mesh with several ranks on shard and on tp, got {self.mesh}"
+            found = why_not_over_tp(units, self.parameter_plans(), self.expert_calls())
+            yield from (f"fsdp.over_tp: {unit} has {what}" for unit, what in found if unit in over_tp)
         regions = self.recomputed_modules()
         for inner in regions:  # whose ops would run three times
-            if (region := next(filter(regions.__contains__, holders(inner)), None)) is not None:
+            if (region := next(filter(regions.__contains__, enclosing(inner)[1:]), None)) is not None:
                 yield f"recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
 
     def _wrong_degrees(self) -> Iterator[str]:
@@ -400,6 +428,11 @@ class Plan:
         }
         for section, keys in tables.items():
             yield from ((f"{section}.{key}", key, 1) for key in keys)
-        lists = {"draws": self.draws, "fsdp.units": self.fsdp.units, "fsdp.exceptions": self.fsdp.exceptions}
+        lists = {
+            "draws": self.draws,
+            "fsdp.units": self.fsdp.units,
+            "fsdp.exceptions": self.fsdp.exceptions,
+            "fsdp.over_tp": self.fsdp.over_tp or (),
+        }
         for section, names in lists.items():
             yield from ((f"{section}[{position}]", key, 1) for position, key in enumerate(names))

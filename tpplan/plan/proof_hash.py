@@ -16,6 +16,7 @@ from tpplan.plan.plan import Plan, ProofReport, ProofStatus
 
 #: sections that describe costs and the search, and that neither applying nor proving a plan reads
 SAID = frozenset({"cluster", "predicted", "solver", "unruled_ops", "tp_shares", "notes", "request"})
+#: what to do about a plan that was proven and is unproven now
 MEND = "`tpplan verify plan.json model.py -o plan.json` (tpplan.prove_plan in Python) proves it and writes it anew"
 
 

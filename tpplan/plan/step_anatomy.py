@@ -2,7 +2,6 @@
 plans. Seconds and bytes are predicted, as those of a plan.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -46,8 +45,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """The last micro-batch of a step, and what follows it; `earlier` micro-batches, alike, come before it and take
-    `earlier_s` seconds by part."""
+    """The last micro-batch of a step and what follows it. `earlier` equal micro-batches come before and together take
+    `earlier_s` seconds, by part."""
 
     earlier: int
     earlier_s: Mapping[str, float]
@@ -65,16 +64,52 @@ class Timeline:
 
     def seconds_by_part(self) -> dict[str, float]:
         """Seconds of the whole step by part; they add up to its time."""
-        found = Counter(self.earlier_s)
+        found = dict(self.earlier_s)
         for segment in self.segments:
             if segment.part:
-                found[segment.part] += segment.seconds  # type: ignore[assignment]
-        return {part: float(seconds) for part, seconds in found.items()}
+                found[segment.part] = found.get(segment.part, 0.0) + segment.seconds
+        return found
+
+
+class StageWork(StrEnum):
+    """What the ranks of a part of a pipeline do; sending of what a forward or a backward gives may run beside it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SENDING = "sending"
+    ONCE = "once a step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """Work of part `part` of a pipeline for stage `stage`, from `start_s` on, in seconds from the start of the step;
+    `micro_batch` counts from 0, and is None for what is done once a step."""
+
+    part: int
+    stage: int
+    work: StageWork
+    micro_batch: int | None
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimeline:
+    """A step of a model in stages, simulated by its schedule. `has_sending` is False where the machine is not known,
+    and the time of sending therefore missing."""
+
+    runs: tuple[StageRun, ...]
+    has_sending: bool
+
+    @property
+    def end_s(self) -> float:
+        """Seconds of the step."""
+        return max((run.start_s + run.seconds for run in self.runs), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The most that a rank holds while a module runs in a pass, in bytes by part; the next one follows in the order of
+    """The most that a rank holds while a module runs in a pass, in bytes by part. Moments are listed in the order of
     the step."""
 
     memory_bytes: Mapping[str, float]
@@ -89,8 +124,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The best plan for one value of what a curve changes: seconds of the step, samples per second and the mesh; where
-    no plan was found, `problem` says why and the rest is None."""
+    """The best plan for one `value` of a curve's quantity: seconds of the step, samples per second and the mesh. Where
+    no plan was found, `problem` says why and these three are None."""
 
     value: float
     step_time_s: float | None = None
@@ -101,7 +136,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The best plans where one thing, `name`, has other values, in ascending order; `now` is its value in the plan."""
+    """The best plans for several values of one quantity, `name`, in ascending order; `now` is its value in the plan."""
 
     name: str
     now: float

@@ -7,9 +7,9 @@ not, as it is divided like the first run. An op is divided where each of tp rank
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.core.strict_json import Amount
+from tpplan.core.strict_json import Amount, Count
 
-#: how a reason begins that holds for the plan's machine alone
+#: the beginning of a reason that holds for the plan's machine alone
 BY_PRICES = "faster so by the prices"
 #: of a step's FLOPs or seconds: a module of which less runs whole is not listed
 LISTED_SHARE = 0.01
@@ -35,11 +35,13 @@ class ModuleShares:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpShares:
     """The share of a step's FLOPs that tensor parallelism divides, that of the elements of all parameters, and modules
-    by pattern ("<root>" is the model itself)."""
+    by pattern ("<root>" is the model itself). `heads` are numbers of attention heads along the dim in which a parameter
+    is split, of each of the dim's parts: (12, 12, 12) where it has queries, keys and values one after another."""
 
     flops_share: Amount
     parameters_share: Amount
     modules: Mapping[str, ModuleShares]
+    heads: Mapping[str, tuple[Count, ...]] | None = None
 
     def listed(self, step_time_s: float) -> Iterator[tuple[str, ModuleShares]]:
         """Yields modules whose whole ops cost enough to be listed, the dearest first."""

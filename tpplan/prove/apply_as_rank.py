@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tpplan.apply.apply import lay_out
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.plan.plan import Plan
 from tpplan.torch_internals.groups import RankMesh
 from tpplan.trace.hooks.generated_class import fold_forwards
@@ -40,7 +40,7 @@ def copied(model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         raise ModelError(
             "the model cannot be copied: a list or dict in a module holds a tensor that was computed from a weight "
-            f"when the module was built; compute it in forward\n{str(error).splitlines()[0]}"
+            f"when the module was built; compute it in forward\n{first_line(error)}"
         ) from error
     rebind(found, images)
     fold_forwards(found)

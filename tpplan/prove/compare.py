@@ -30,14 +30,28 @@ _PASSED = frozenset({FRAME, *IGNORED})
 
 def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
     """The first difference of two whole graphs; None where nodes and values are the same up to conversions."""
-    assignment, graph = local.assignment, local.assignment.graph
+    return _difference_of_inputs(local.assignment, applied) or _difference_of_nodes(local, applied)
+
+
+def _difference_of_inputs(assignment: Assignment, applied: ModelGraph) -> Counterexample | None:
+    """The first difference of two graphs in their inputs, parameters and buffers, or in the values read of inputs."""
+    graph = assignment.graph
     for source, other in zip_longest(graph.sources, applied.sources):
         if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
-            label = (source or other).label
             readers = graph.consumers.get(source.result, ()) if source is not None else ()
-            return blame(assignment, next(iter(readers), None), f"{label}: the applied model has another, or none")
-    if graph.questions != applied.questions:
-        return blame(assignment, None, "the applied model asks other questions of its inputs, or is told other answers")
+            ours, theirs = (f"{own.kind} {own.label}" if own is not None else "nothing" for own in (source, other))
+            message = f"the applied model takes {theirs} where the model takes {ours}"
+            return blame(assignment, next(iter(readers), None), message)
+    for question, other_question in zip_longest(graph.questions, applied.questions):
+        if question != other_question:
+            asked, told = (_asked(own) for own in (question, other_question))
+            return blame(assignment, None, f"the applied model {told} where the model {asked}")
+    return None
+
+
+def _difference_of_nodes(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
+    """The first difference of two graphs with the same sources: of an op, a value that an op reads, or a conversion."""
+    assignment, graph = local.assignment, local.assignment.graph
     entries = {b.name for b, _ in assignment.conversions() if b.direction is Direction.INPUT}
     unconverted: set[str] = set()
     converted = Converted(applied)
@@ -61,7 +75,7 @@ def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
         problem = difference_of(local, original, image)
         reads = [converted.core(value, node.module) for value in node.operands]
         if problem is None and reads != [converted.core(images[value], node.module) for value in original.operands]:
-            problem = f"{title_of(original)} reads other values"
+            problem = f"{title_of(original)} reads other values than in the model"
         if problem is None and not unconverted.isdisjoint(node.operands):
             problem = f"{title_of(original)} reads what entered a module, and not what it was converted to"
         if problem is not None:
@@ -72,6 +86,13 @@ def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
     if rest:
         return blame(assignment, None, f"the applied model goes on with {title_of(rest[0])}")
     return other_conversions(assignment, converted, images, computed)
+
+
+def _asked(question: tuple[str, str, bool] | None) -> str:
+    """A read of an input's value in words: the line of code and the answer."""
+    return (
+        f"reads a value at {question[0]} and gets {question[1]}" if question is not None else "reads no further value"
+    )
 
 
 def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) -> bool:
@@ -122,7 +143,9 @@ def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Co
         if image.title == CONTIGUOUS and originals and not title_of(originals[0]).startswith(CONTIGUOUS):
             continue  # a copy that a rank alone makes, or else the comparison of whole graphs finds it
         original = originals.popleft() if originals else None
-        problem = "more ran than before" if original is None else difference_of(local, original, image)
+        if original is None:
+            return blame(assignment, None, f"the applied model goes on with {image.title}")
+        problem = difference_of(local, original, image)
         if problem is not None:
             return blame(assignment, original, problem, strange_sizes(assignment, original, image))
     return blame(assignment, originals[0] if originals else None, reason)

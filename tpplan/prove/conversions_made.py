@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.layout import COLLECTIVE_STEPS, S, Step
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.build_space import BAGS, CROSS_ENTROPY
 from tpplan.layouts.readings import reading_conversion, sources_read
+from tpplan.layouts.rules.embedding import BAGS
+from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.prove.counterexample import Counterexample, blame
 
 #: ops that tpplan's own code may compute on a rank, in some layouts
@@ -117,9 +118,8 @@ def other_conversions(
         found = (reading_conversion(assignment.strategy(reading.name)).forward for reading in readings)
         reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:
-        if (
-            loss.name in computed and loss.target == CROSS_ENTROPY
-        ):  # all-reduces of the maximum logit, and of sums that need the targets
+        if loss.name in computed and loss.target == CROSS_ENTROPY:
+            # It all-reduces the maximum logit, and sums that need the targets.
             operands = [images[value] for value in loss.operands]
             steps[operands[0]].append(Step.ALL_REDUCE)
             steps[converted.latest(operands)].append(Step.ALL_REDUCE)
@@ -138,5 +138,7 @@ def other_conversions(
         if not is_same or is_left_out or (value not in read_there and not names <= _MOVES | also):
             origin = next(name for name, image in images.items() if image == value)
             shown = ", ".join(f"{op.split('.')[1]} x{count}" for op, count in found_ops.items()) or "nothing"
-            return blame(assignment, graph.producers.get(origin), f"{origin} is converted by {shown}")
+            planned = ", ".join(dict.fromkeys(map(str, (*wanted, *sorted(reads.get(value, ())))))) or "no step"
+            message = f"{origin} is converted by {shown}, and the plan's conversions take {planned}"
+            return blame(assignment, graph.producers.get(origin), message)
     return None

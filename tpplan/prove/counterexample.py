@@ -30,7 +30,7 @@ def blame(
     where it is sharded; else all sharded values that the code of its module, or of the next one around it, sees."""
     module = node.module if node is not None else ""
     visible = tuple(_visible(assignment, module))
-    blamed = tuple(name for name in visible if _local_sizes(assignment, name) & strange)
+    blamed = tuple(name for name in visible if local_sizes(assignment, name) & strange)
     if not blamed and strange:  # computed from other sizes: `dim // heads` of an input's dim
         entries = (b for b in assignment.graph.boundaries if (b.module, b.direction) == (module, Direction.INPUT))
         blamed = tuple(_sharded(assignment, entries))
@@ -46,7 +46,7 @@ def blame(
     return Counterexample(message=message + at, blamed=blamed, node=node, strange=strange)
 
 
-def _local_sizes(assignment: Assignment, name: str) -> set[int]:
+def local_sizes(assignment: Assignment, name: str) -> set[int]:
     """Sizes on a rank of the sharded dims of a decision's results."""
     node = assignment.deciders[name]
     assert not isinstance(node, Reading)

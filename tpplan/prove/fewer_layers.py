@@ -17,6 +17,7 @@ from tpplan.core.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref
 from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
 from tpplan.core.repeated_blocks import members
 from tpplan.plan.plan import Plan
+from tpplan.torch_internals.modules import own_children
 from tpplan.trace.whole.opaque import Opaques
 
 #: layers of a kind that stay
@@ -125,7 +126,12 @@ class FewerLayers:
             recompute=kept(plan.recompute),
             opaque=kept(plan.opaque) if plan.opaque is not None else None,
             experts=replace(experts, modules=kept(experts.modules)) if experts is not None else None,
-            fsdp=replace(plan.fsdp, units=names(plan.fsdp.units), exceptions=names(plan.fsdp.exceptions)),
+            fsdp=replace(
+                plan.fsdp,
+                units=names(plan.fsdp.units),
+                exceptions=names(plan.fsdp.exceptions),
+                over_tp=names(plan.fsdp.over_tp or ()) or None,
+            ),
         )
 
     def _ranges(self, pattern: str, ranges: str) -> str:
@@ -145,16 +151,16 @@ class FewerLayers:
     def left_out(self, model: nn.Module) -> Iterator[None]:
         """A context in which the model's containers do not hold the layers."""
         holders = {name.rpartition(".")[0] for name in self.standing}
-        before = [(holder, dict(holder._modules)) for holder in map(model.get_submodule, sorted(holders))]
+        before = [(holder, dict(own_children(holder))) for holder in map(model.get_submodule, sorted(holders))]
         try:
             for name in self.standing:
                 holder_name, _, own = name.rpartition(".")
-                del model.get_submodule(holder_name)._modules[own]
+                del own_children(model.get_submodule(holder_name))[own]
             yield
         finally:
             for holder, modules in before:
-                holder._modules.clear()
-                holder._modules.update(modules)
+                own_children(holder).clear()
+                own_children(holder).update(modules)
 
 
 def _enters(node: Op | Boundary, module: str) -> TypeGuard[Boundary]:

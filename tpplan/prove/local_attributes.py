@@ -28,7 +28,8 @@ Written = dict[str, tuple[SizePlan, ...]]
 def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counterexample, written: Written) -> Written:
     """The sizes `written` so far, with attributes in place of all else for modules of the class whose code differs.
 
-    The next choice of _choices after those that `written` has. Unchanged where there are none, or none are left.
+    The attributes are the next choice of _choices after those that `written` has; `written` is returned as it is where
+    no choice is left.
     """
     node = problem.node
     if node is None or node.module == LOSS_SCOPE:
@@ -55,7 +56,8 @@ def _choices(assignment: Assignment, module: nn.Module, name: str) -> Iterator[f
 
 
 def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:
-    """The first choice of any size that is not `known`; of different choices that after `known`, else `known`."""
+    """The choice after `known` among the different ones that are not empty: the first where `known` is none of them,
+    `known` itself where it is the last."""
     different = [*dict.fromkeys(choice for choice in choices if choice)]
     place = different.index(known) + 1 if known in different else 0
     return different[place] if place < len(different) else known

@@ -13,6 +13,10 @@ from tpplan.torch_internals import pytree
 from tpplan.trace.fx_to_graph import argument_of
 
 BOUNDARY = "tpplan.boundary.default"
+#: ops that give a view of all elements in their order: two of them with equal operand and shape give the same
+VIEWS_IN_ORDER = frozenset(
+    f"aten.{name}" for name in ("view.default", "unsqueeze.default", "squeeze.default", "squeeze.dim", "squeeze.dims")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +58,11 @@ class _AnyTensor(dict[str, Argument]):
 def difference_of(local: LocalNodes, original: Op | Boundary, image: RankNode) -> str | None:
     """The difference between a node and its image in words; None where there is none."""
     title = title_of(original)
-    if title.partition(" in ")[0] != image.title.partition(" in ")[0]:
+    targets = {text.partition(" in ")[0] for text in (title, image.title)}
+    if len(targets) > 1 and not targets <= VIEWS_IN_ORDER:
         return f"{title} became {image.title}"
     wanted, shapes = local.of(original)
-    if wanted is not None and wanted != image.literals:
+    if len(targets) == 1 and wanted is not None and wanted != image.literals:
         before, after = _first_change(wanted, image.literals)
         return f"{title}: the number {before} became {after}"
     if shapes and not image.shapes:

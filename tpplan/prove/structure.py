@@ -9,8 +9,8 @@ that it has.
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
 (tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes), and
-the result is compared again. The rules themselves are validated by brute force;
-the other half of the proof is tpplan.layouts.typecheck.
+the result is compared again. The rules themselves are validated by brute force; the other half of the proof is
+tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
@@ -66,6 +66,14 @@ class Original:
     def nodes_by_name(self) -> Mapping[str, Op | Boundary]:
         """The nodes of the model's graph by name."""
         return {node.name: node for node in self.assignment.graph.nodes}
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.nodes_by_name)}
+
+    def place_of(self, problem: Counterexample) -> int:
+        """How far the applied model ran as it must: the place of the node that differs, among all; -1 if none does."""
+        return -1 if problem.node is None else self._places[problem.node.name]
 
     def without(self, fewer: FewerLayers) -> "Original":
         """The model without some layers."""
@@ -128,15 +136,19 @@ def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -
 
 
 def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
-    """The plan with the sizes that some ranks must replace, or the first difference, of a model of which all layers are
-    compared, or fewer."""
+    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer.
+
+    Where no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended.
+    """
     assignment, model, written = original.assignment, original.model, plan.size_plans()
     for rank in ranks:
+        differences: list[Counterexample] = []
         while found := compared.difference(rank, plan):
             if found.node is not None:
                 found = replace(found, node=original.nodes_by_name[found.node.name])
             if found.culprit is not None:
                 return found
+            differences.append(found)
             more = _with_sizes_of(assignment, model, found, written)
             if more == written and not found.strange:
                 more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
@@ -145,7 +157,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written:
                 more = with_attributes_of(assignment, model, found, written)
             if more == written:
-                return found
+                return max(differences, key=original.place_of)
             written = more
             named = {module or ROOT: sizes for module, sizes in written.items()}
             plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
@@ -239,15 +251,12 @@ def digest_of(plan: Plan) -> PlanDigest:
         for name, entry in table.items():
             for module in enclosing(name):
                 inside[module].append((kind, name, repr(entry), ()))
-    for name, parameter in plan.parameter_plans().items():
-        reads = tuple((reader, str(layout)) for reader, layout in parameter.reads.items())
+    read = [(len(tables), name, repr(own.placement), own.reads) for name, own in plan.parameter_plans().items()]
+    read += [(len(tables) + 1, name, "", own.reads) for name, own in plan.buffer_plans().items()]
+    for kind, name, placement, layouts in read:
+        reads = tuple((reader, str(layout)) for reader, layout in layouts.items())
         for module in enclosing(name):
-            inside[module].append((len(tables), name, repr(parameter.placement), reads))
-
-    for name, buffer in plan.buffer_plans().items():
-        reads = tuple((reader, str(layout)) for reader, layout in buffer.reads.items())
-        for module in enclosing(name):
-            inside[module].append((len(tables) + 1, name, "", reads))
+            inside[module].append((kind, name, placement, reads))
 
     @cache
     def plan_digest(module: str) -> object:

@@ -174,7 +174,10 @@ def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> No
     if left:
         stage = solvers.request.stage
         if stage is not None and not solvers.request.pins:  # what would help is for all stages to say
-            raise InfeasibleError(f"no plan of stage {stage.index} fits beside {format_bytes(stage.beside_bytes)}")
+            raise InfeasibleError(
+                f"no plan of stage {stage.index} fits {format_bytes(solvers.request.limit)} per GPU beside "
+                f"{format_bytes(stage.beside_bytes)} of its rank's other stages"
+            )
         if not solvers.request.is_explained:
             raise InfeasibleError(f"no plan fits {format_bytes(solvers.request.limit)} per GPU")
         raise unkept(solvers, left) or infeasible(solvers, left)

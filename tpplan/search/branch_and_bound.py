@@ -92,7 +92,10 @@ def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *
             forbid(solver, checked, answer.assignment, answer.best.formulation, answer.traced, plan)
             _forget_cut(solver, known, point.ep)
         last = solver.cuts.messages[-1]
-    raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {last}")
+    raise SolverError(
+        f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {last}. Pin the modules that such lines name "
+        "(--pin PATTERN=replicated), or plan with --tp 1"
+    )
 
 
 def _answered(

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypedDict
 
 import torch
 
+from tpplan.core.files import tpplan_version
 from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
@@ -14,6 +14,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.costs.prediction.step_time import Priced
+from tpplan.costs.runs.kernels import dtype_name
 from tpplan.experts.expert_share import Division
 from tpplan.experts.row_wise import ROW_WISE
 from tpplan.layouts.assignment import Assignment
@@ -79,7 +80,7 @@ def plan_of(
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
     return Plan(
         schema_version=SCHEMA_VERSION,
-        tpplan_version=_version(),
+        tpplan_version=tpplan_version(),
         torch_version=torch.__version__.partition("+")[0],
         cluster=ClusterPlan(
             gpus=request.cluster.gpus,
@@ -260,14 +261,7 @@ def input_shapes(inputs: Any) -> dict[str, str]:
     """Dtypes and shapes of the traced inputs: {"tokens": "int64[1, 4096]"}."""
     leaves = pytree.tree_flatten_with_path(inputs)[0]
     return {
-        path_of(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        path_of(path): f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor)
     }
-
-
-def _version() -> str:
-    try:
-        return version("tpplan")
-    except PackageNotFoundError:
-        return "0+checkout"

@@ -21,7 +21,7 @@ from tpplan.layouts.decision_space import Decider
 from tpplan.layouts.readings import Reading, reading_name
 from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes
 from tpplan.layouts.typecheck import Mistyped
-from tpplan.prove.counterexample import Counterexample
+from tpplan.prove.counterexample import Counterexample, local_sizes
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Problem, Resource, linear_term
@@ -94,13 +94,15 @@ class _Finder:
         self.formulation = formulation
         self.check = check
         self.trials = 0
+        self.is_handed_on = False
         graph = assignment.graph
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
 
     def candidates(self) -> Iterator[list[str]]:
-        """Yields sets of decisions to try, the smallest first: those blamed, those that the code that differs sees, and
-        those that the modules around it see. Decisions after the op matter only through sizes replaced for them."""
+        """Yields sets of decisions to try, the smallest first: those blamed, those that the code that differs sees,
+        those that the modules around it see, and those of any module, which may hand on a size as a number, that give
+        a strange size. Decisions after the op matter only through sizes replaced for them."""
         own = [self.node.name] if self.node is not None else []
         blamed = [*self.found.blamed, *own]
         yield [name for name in blamed if self._comes_before(name)]
@@ -114,6 +116,10 @@ class _Finder:
         yield [name for name in seen if self._comes_before(name)]
         yield seen
         yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
+        if isinstance(self.found, Counterexample) and self.found.strange:
+            self.is_handed_on = True  # other code that is handed the number may differ first, by the same size
+            computed = [node.name for node in graph.nodes if self._comes_before(node.name)]
+            yield [name for name in computed if local_sizes(self.assignment, name) & self.found.strange]
 
     def _seen_in(self, modules: list[str]) -> list[str]:
         """Decisions on values that modules' own code is given, parameters included."""
@@ -173,7 +179,9 @@ class _Finder:
             return isinstance(again, Mistyped) and again.blamed == self.found.blamed
         if not isinstance(again, Counterexample):
             return False
-        return again.message == self.found.message if self.node is None else again.node == self.node
+        if self.node is None:
+            return again.message == self.found.message
+        return again.node == self.node or (self.is_handed_on and bool(again.strange & self.found.strange))
 
     def smallest(self, choices: Choices) -> Choices:
         """The choices without those that the counterexample does not need."""

@@ -71,7 +71,7 @@ def forbid(
     class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame."""
     tp, cuts = formulation.mesh.tp, solver.cuts
     if not found.blamed:
-        raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
+        raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}; plan with --tp 1")
     logger.info("counterexample on tp %d: %s", tp, found.message)
 
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
@@ -88,8 +88,21 @@ def forbid(
     module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
     code = None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
     cuts.counterexamples[tp, code] += 1
-    if cuts.counterexamples[tp, code] < PATIENCE:
-        return
+    if cuts.counterexamples[tp, code] >= PATIENCE:
+        _forbid_guess(solver, found, assignment, formulation, module, code)
+
+
+def _forbid_guess(
+    solver: PointSolver,
+    found: Counterexample | Mistyped,
+    assignment: Assignment,
+    formulation: Formulation,
+    module: str,
+    code: type | None,
+) -> None:
+    """Forbids, as a guess, every strategy that shows slices to the code of a module of the class `code`; where that is
+    None, the strategies that are blamed."""
+    tp, cuts, graph = formulation.mesh.tp, solver.cuts, assignment.graph
     if code is None:
         guessed = [(name, assignment.strategy(name)) for name in found.blamed]
     else:
@@ -98,7 +111,7 @@ def forbid(
         tp=tp,
         message=f"{PATIENCE} counterexamples in code of {code.__name__ if code else 'the loss'}, the last: "
         f"{found.message}",
-        layouts=f"slices that the code of {pattern_of(traced.graph, module) or ROOT} sees",
+        layouts=f"slices that the code of {pattern_of(graph, module) or ROOT} sees",
         forbidden=tuple({name: frozenset({strategy})} for name, strategy in guessed),
     )
     logger.info("%s", guess)

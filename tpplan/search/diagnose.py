@@ -97,7 +97,7 @@ def _least_memory(solver: PointSolver, point: Point) -> tuple[float, Formulation
     formulation = solver.formulate(point, limit=math.inf)
     found = least_peak(formulation.problem, solver.solver_of)
     if found is None:
-        raise SolverError(f"{point.mesh}: the decisions contradict each other")
+        raise SolverError(f"{point.mesh}: no layouts agree with each other, whatever the memory limit")
     return found[0], formulation, found[1]
 
 

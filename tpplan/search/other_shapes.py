@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tpplan.core.errors import TpplanError
+from tpplan.core.errors import TpplanError, first_line
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
@@ -83,7 +83,7 @@ def _dims(
             traces.subject.made_inputs(planned[0], other[1]),
         ]
     except Exception as error:  # the user's code
-        reason = f"example_inputs does not make other shapes: {type(error).__name__}: {_line(error)}"
+        reason = f"example_inputs does not make other shapes: {type(error).__name__}: {first_line(error)}"
         return {path: tuple(map(Dim, shape)) for path, shape in _shapes(traced.inputs).items()}, reason
     first, at_batch, at_length = map(_shapes, (traced.inputs, *others))
     found: dict[str, tuple[Dim, ...]] = {}
@@ -104,7 +104,7 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """A proof at a batch and a length: what fails ("" if nothing), and which of BATCH and LENGTH are sharded."""
+    """A proof at a batch and a length: what fails ("" if nothing), and those of BATCH and LENGTH that are sharded."""
 
     batch: int
     length: int
@@ -131,7 +131,7 @@ class _Search:
 
     @cached_property
     def grows_with(self) -> frozenset[str]:
-        """Which of BATCH and LENGTH the inputs' dims grow with."""
+        """Those of BATCH and LENGTH with which dims of the inputs grow."""
         found = {dim.grows_with for dims in self.dims.values() for dim in dims} - {""}
         return frozenset(found - {BOTH} | {BATCH, LENGTH} if BOTH in found else found)
 
@@ -214,7 +214,7 @@ class _Search:
                 graph, opaques = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
                 problem = self.difference(graph, inputs, opaques, (batch, length))
         except TpplanError as error:
-            problem = _line(error)
+            problem = first_line(error)
         logger.info("at batch %d, length %d: %s", batch, length, problem or "proven")
         return _Attempt(
             batch=batch,
@@ -272,7 +272,7 @@ class _Search:
                 inputs = self.traces.subject.inputs(*farther)
                 far, _ = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
             except TpplanError as error:
-                problems.append(_line(error))
+                problems.append(first_line(error))
                 continue
             typed = assignment_of(far, self.plan, layers=self.traced.units)
             if isinstance(typed, Mistyped):
@@ -304,7 +304,7 @@ class _Search:
         )
 
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
-        """Which of BATCH and LENGTH the dims grow with along which the plan, at its own shapes, shards anything."""
+        """Those of BATCH and LENGTH with which a dim grows that the plan shards at its own shapes."""
         if graph.values.keys() != self.traced.graph.values.keys():
             return frozenset()
         ratios = {BATCH: (batch, self.planned[0]), LENGTH: (length, self.planned[1])}
@@ -317,7 +317,3 @@ class _Search:
                         kind for kind, (new, old) in ratios.items() if here != there and there * old == here * new
                     )
         return frozenset(found)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

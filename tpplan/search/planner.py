@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import PlanMismatchError, SolverError
+from tpplan.core.errors import InfeasibleError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -13,10 +13,7 @@ from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.prediction.step_time import price as price_assignment
 from tpplan.costs.step.formulate import Formulation
-from tpplan.experts.expert_share import whole_shape
-from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
-from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
 from tpplan.search.expert_degrees import every_degree
@@ -54,6 +51,7 @@ def solve(
     optimizer: str = "adamw",
     recompute: Recompute | str | None = None,
     reshard_after_forward: bool | None = None,
+    fsdp_over_tp: bool | None = None,
     whole_gradients: bool = False,
     all_gpus: bool = False,
     compile: bool = False,
@@ -74,14 +72,16 @@ def solve(
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
     and `fsdp` pin a degree; `ep` the number of ranks that divide experts (1: each has all), of which the busiest gets
     expert_imbalance times the rows of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective",
-    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. whole_gradients=True keeps
-    gradients whole between micro-batches and reduces them once a step, where FSDP else reduces each micro-batch's
-    (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
-    compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
-    modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which
-    strategies of a decision may be chosen.
-    `reuse` is what several calls for one model share (tpplan.search.models.trace_cache). Raises ModelError,
-    ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
+    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. fsdp_over_tp=True shards each
+    layer over shard and tp together wherever tp can replicate its weights, False none; None decides it where the
+    fastest plan over shard alone has layers whose weights tp replicates, or none fits, and takes False elsewhere.
+    whole_gradients=True keeps gradients whole between micro-batches and reduces them once a step, where FSDP else
+    reduces each micro-batch's (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU
+    profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each
+    ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the
+    graph, says which strategies of a decision may be chosen. `reuse` is what several calls for one model share
+    (tpplan.search.models.trace_cache). Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError
+    with what would fit.
     """
     options = Options(
         loss=loss,
@@ -94,6 +94,7 @@ def solve(
         optimizer=optimizer,
         recompute=recompute,
         reshard_after_forward=reshard_after_forward,
+        fsdp_over_tp=fsdp_over_tp,
         whole_gradients=whole_gradients,
         all_gpus=all_gpus,
         compile=compile,
@@ -110,9 +111,34 @@ def solve(
 
 
 def solve_request(request: Request, options: Options, reuse: Reuse | None, *, prove: bool) -> Plan:
-    """The fastest plan of a request, as `solve` gives it."""
-    solvers, points, unsearched = every_degree(*prepare(request, options, reuse), options)
-    return search(solvers, points, unsearched, prove=prove)
+    """The fastest plan of a request, as `solve` gives it.
+
+    Where it is open whether FSDP shards layers over shard and tp together, the fastest plan without such layers comes
+    first. Only where tp replicates all weights of one of its layers, or none fits, are all points looked at again with
+    the choice open: their bounds are lower then, and many more would be solved each time.
+    """
+    shared = reuse or Reuse()
+
+    def searched(over_tp: bool | None) -> Plan:
+        own = replace(request, fsdp_over_tp=over_tp)
+        solvers, points, unsearched = every_degree(*prepare(own, options, shared), options)
+        return search(solvers, points, unsearched, prove=prove)
+
+    if request.fsdp_over_tp is not None or not _has_shards_and_tp(request, options):
+        return searched(request.fsdp_over_tp)
+    try:
+        plan = searched(False)
+    except InfeasibleError:
+        return searched(None)
+    if not plan.may_have_units_over_tp():
+        return plan
+    return min((searched(None), plan), key=lambda own: own.predicted.step_time_s)
+
+
+def _has_shards_and_tp(request: Request, options: Options) -> bool:
+    """True where some mesh has several ranks on the shard and on the tp axis."""
+    points, _ = points_of(request, tp=options.tp, fsdp=options.fsdp)
+    return any(point.shard > 1 < point.tp for point in points)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +172,7 @@ def price_mesh(
     solver, points, _ = prepare(request, unlimited)
     candidate = solver.solve_point(points[-1])
     if candidate.solution.choice is None:
-        raise SolverError(f"{points[-1].mesh}: {candidate.solution.status}")
+        raise SolverError(f"no plan on {points[-1].mesh} with micro-batch {micro_batch}: {candidate.solution.status}")
     return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
 
 
@@ -181,12 +207,7 @@ def price(
     subject = Subject.of_plan(loaded, build_model, example_inputs, loss, profile=machine)
     traces = TraceCache(subject, Reuse())
     traced = traces.traced(loaded.batch.micro_batch)
-    named = traced.model.named_parameters(remove_duplicate=False)
-    rows = {name: (whole_shape(traced.model, name, weight), weight.requires_grad) for name, weight in named}
-    check_parameters(loaded, rows)
-    assignment = traced.assignment_of(loaded)
-    if isinstance(assignment, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    assignment = traced.fitting(loaded)
     priced = price_assignment(assignment, machine, per_node, traces.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(

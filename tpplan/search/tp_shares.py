@@ -10,8 +10,9 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.kernels import flop_of
 from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.heads import heads_of_parameters
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.plan.compress_names import pattern_of
+from tpplan.plan.compress_names import by_pattern, pattern_of
 from tpplan.plan.tp_shares import BY_PRICES, ModuleShares, TpShares
 
 #: relative difference below which two counts of FLOP are equal
@@ -74,6 +75,7 @@ def tp_shares(assignment: Assignment, executor: Executor, op_seconds: Mapping[st
             for module in flop
             if flop[module] or seconds[module]
         },
+        heads=_heads(assignment) or None,
     )
 
 
@@ -98,6 +100,15 @@ def counted_again(
         modules[name] = own
     kept = {} if op_seconds is not None else {n: m for n, m in known.modules.items() if not m.flops_share}
     return replace(found, modules={**kept, **modules})
+
+
+def _heads(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Numbers of heads along the dim in which a parameter is split, by pattern."""
+    graph = assignment.graph
+    found = heads_of_parameters(graph)
+    dims = {source.label: assignment.placement(source).dim for source in graph.parameters if source.label in found}
+    heads = {label: found[label][dim] for label, dim in dims.items() if dim is not None and dim in found[label]}
+    return by_pattern(graph, heads, lambda counts, rename: counts)
 
 
 def _parameters_share(assignment: Assignment) -> float:

@@ -1,7 +1,7 @@
 """Sums over columns with bounds: presolve works on them, and the ILP is built from them.
 
-A sum is at least its lower bound, plus an extra >= 0 for each chosen column. A part is a number of like things that a
-split decides.
+A sum is at least its lower bound, plus an extra >= 0 for each chosen column. A part is one of the whole numbers into
+which a split divides its total (tpplan.solvers.problem.Split).
 """
 
 import math
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from tpplan.solvers.matrix import Floats
 from tpplan.solvers.problem import LIMIT_TOLERANCE
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,15 +28,19 @@ def solve(
     options = _agreeing_options(problem)
     num_choices = math.prod(len(strategies) for strategies in options.values())
     if num_choices > MAX_PRODUCT:
-        raise UsageError(f"brute-force: {num_choices:.3g} choices, at most {MAX_CHOICES:,} are enumerated; try 'highs'")
+        raise UsageError(
+            f"brute-force: {num_choices:.3g} choices, at most {MAX_CHOICES:,} are enumerated; use solver 'highs'"
+        )
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     best: dict[str, int] | None = None
     best_price = math.inf
     for number, choice in enumerate(_with_numbers(problem, _choices(problem, options))):
         if number >= MAX_CHOICES:
-            raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
+            raise UsageError(
+                f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; use solver 'highs'"
+            )
         if time.monotonic() > deadline:
-            raise SolverError(f"brute-force: not done after {time_limit_s} s, without a bound; try 'highs'")
+            raise SolverError(f"brute-force: not done after {time_limit_s} s, and without a bound; use solver 'highs'")
         price = problem.price(choice)
         if (best is None or price < best_price) and problem.is_feasible(choice, tolerance=LIMIT_TOLERANCE):
             best, best_price = dict(choice), price

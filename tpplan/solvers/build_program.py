@@ -32,9 +32,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floats
-from tpplan.solvers.groups import Ints
-from tpplan.solvers.matrix import Builder, Program
+from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum
+from tpplan.solvers.matrix import Builder, Floats, Ints, Program
 from tpplan.solvers.presolve import Reduced
 from tpplan.solvers.problem import LIMIT_TOLERANCE
 from tpplan.solvers.products import Products
@@ -62,8 +61,8 @@ class Model:
     unit: float
 
     def bound(self, of_program: float) -> float:
-        """The lower bound on the problem's objective that one on the program's gives, less a margin for the solver's
-        tolerances."""
+        """The lower bound on the problem's objective that follows from one on the program's objective, less a margin
+        for the solver's tolerances."""
         return max(self.low, self.offset + self.unit * (of_program - BOUND_MARGIN))
 
 
@@ -84,8 +83,9 @@ class _Build:
         self.is_free = (self.sizes > 1)[self.groups]
         self.binaries: Ints = np.full(len(reduced.columns), -1)
         self.binaries[self.is_free] = self.builder.columns(int(np.count_nonzero(self.is_free)), is_integer=True)
-        #: by split
+        #: split -> its products
         self.products: dict[int, Products] = {}
+        #: part -> the variables n of its number and b, whether it is not empty
         self.numbers: dict[int, int] = {}
         self.indicators: dict[int, int] = {}
 

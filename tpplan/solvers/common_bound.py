@@ -13,7 +13,8 @@ from tpplan.solvers.problem import Expression, Problem, Resource, Term, scaled
 
 
 def common_problem(problems: Sequence[Problem]) -> Problem:
-    """The problem below some of one shape (`shape_of`)."""
+    """A problem that allows every choice that one of the problems allows, and prices it no higher. All problems must
+    have the same nodes and edges, and equal `shape_of`."""
     resources = tuple(
         Resource(name=rows[0].name, terms=_least_terms([r.terms for r in rows]), limit=max(r.limit for r in rows))
         for rows in zip(*(problem.resources for problem in problems), strict=True)
@@ -23,7 +24,8 @@ def common_problem(problems: Sequence[Problem]) -> Problem:
 
 
 def shape_of(problem: Problem) -> Hashable:
-    """Everything in which problems of the same nodes and edges are to be equal for a common one."""
+    """What problems of the same nodes and edges must have equal for `common_problem`: splits, conflicts, and the nodes,
+    parts and guards of all terms."""
     sums = problem.objective, *(resource.terms for resource in problem.resources)
     return problem.splits, problem.conflicts, tuple(map(_shape, sums))
 
@@ -40,7 +42,8 @@ def _least_terms(sums: Sequence[Sequence[Term]]) -> tuple[Term, ...]:
 
 
 def _least_term(terms: tuple[Term, ...]) -> Term:
-    """A term that is at most each of some, whatever the choice."""
+    """A term of weight 1 (or of all terms' weight, where the terms are equal) that is at most each term under any
+    choice."""
     first = terms[0]
     if all(term.expressions is first.expressions and term.weight == first.weight for term in terms):
         return first

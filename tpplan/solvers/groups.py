@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from tpplan.solvers.matrix import Floats, Ints, Mask
 from tpplan.solvers.problem import Edge, Node
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +74,7 @@ class Skeleton:
         return int(self.starts[-1])
 
     def prune(self, alive: Mask, groups: Iterable[int]) -> bool:
-        """Clears columns of `alive` that agree with none along some link, after columns of some groups were; False
+        """Clears columns of `alive` that agree with none along some link, after columns of `groups` were cleared; False
         where a group is left empty."""
         links_of = self._links_of
         waiting = dict.fromkeys(link for group in groups for link in links_of.get(group, ()))
@@ -170,10 +166,11 @@ class _Merger:
         #: the links of each group, each with its place in the order in which links were added
         self.links_of: dict[int, dict[Pair, int]] = {i: {} for i in self.sizes}
         self._num_added = 0
-        #: columns that the merge along a link saves, and the same with the link's place as a heap of (-gain, place,
-        #: link), in which entries that are no longer true are skipped; links of which neither is known
+        #: link -> number of columns that merging its two groups saves
         self._gains: dict[Pair, int] = {}
+        #: a heap of (-gain, place of the link, link); entries whose gain or place is outdated are skipped
         self._best: list[tuple[int, int, Pair]] = []
+        #: links whose gain is to be counted
         self._unknown: set[Pair] = set()
         own: dict[int, Mask] = {}
         for edge in edges:
@@ -192,7 +189,7 @@ class _Merger:
         """Adds a link; beside an existing link, labels become pairs of labels."""
         known = self.links.get(pair)
         if known is not None:
-            width = 1 + max(int(side.max(initial=-1)) for side in labels)
+            width = _num_labels(labels)
             labels = _compact(known[0] * width + labels[0], known[1] * width + labels[1])
         else:
             self._num_added += 1
@@ -201,13 +198,13 @@ class _Merger:
         self._set(pair, labels)
 
     def _set(self, pair: Pair, labels: Labels) -> None:
-        """Gives a link its labels; what its merge saves is to be counted again."""
+        """Gives a link its labels, and marks the gain of its merge as unknown."""
         self.links[pair] = labels
         self._gains.pop(pair, None)
         self._unknown.add(pair)
 
     def _unlink(self, pair: Pair) -> Labels:
-        """Takes a link away; returns its labels."""
+        """Removes a link; returns its labels."""
         for group in pair:
             del self.links_of[group][pair]
         self._gains.pop(pair, None)
@@ -227,7 +224,7 @@ class _Merger:
         waiting = dict.fromkeys(pairs)
         while waiting:
             pair, _ = waiting.popitem()
-            width = 1 + max(int(side.max(initial=-1)) for side in self.links[pair])
+            width = _num_labels(self.links[pair])
             offered, accepted = np.zeros(width, bool), np.zeros(width, bool)
             offered[self.links[pair][0]], accepted[self.links[pair][1]] = True, True
             common = offered & accepted
@@ -243,7 +240,7 @@ class _Merger:
     def best_pair(self) -> Pair | None:
         """The link whose merge saves the most columns, the first of equals; None where every merge adds columns."""
         for pair in self._unknown:
-            width = 1 + max(int(side.max(initial=-1)) for side in self.links[pair])
+            width = _num_labels(self.links[pair])
             first, second = (np.bincount(side, minlength=width) for side in self.links[pair])
             self._gains[pair] = gain = self.sizes[pair[0]] + self.sizes[pair[1]] - int(first @ second)
             if gain >= 0:
@@ -288,7 +285,7 @@ class _Merger:
         labels_of: dict[int, list[Ints]] = {i: [] for i in numbers.values()}
         for (left, right), labels in self.links.items():
             first, second = _compact(*labels)
-            num_labels = 1 + max(int(first.max(initial=-1)), int(second.max(initial=-1)))
+            num_labels = _num_labels((first, second))
             if num_labels < 2:
                 continue
             source, target = numbers[left], numbers[right]
@@ -309,6 +306,11 @@ def _numbered(source: Sequence[str], target: Sequence[str]) -> Labels:
     numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*source, *target)))}
     first = np.array([numbers[layout] for layout in source], np.int64)
     return first, np.array([numbers[layout] for layout in target], np.int64)
+
+
+def _num_labels(labels: Labels) -> int:
+    """One more than the largest label at either end of a link; 0 without labels."""
+    return 1 + max(int(side.max(initial=-1)) for side in labels)
 
 
 def _compact(first: Ints, second: Ints) -> Labels:

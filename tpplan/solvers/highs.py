@@ -81,8 +81,8 @@ class _Silent(highspy.Highs):
 
 
 def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
-    """HiGHS with its options and the linear relaxation of the program. Its presolve takes as long as the search: ours
-    (tpplan.solvers.presolve) has left little."""
+    """HiGHS with its options and the linear relaxation of the program. HiGHS's own presolve is off: after
+    tpplan.solvers.presolve it takes as long as the search and finds little."""
     highs = _Silent()  # type: ignore[no-untyped-call]
     for name, value in (
         ("output_flag", False),
@@ -112,8 +112,8 @@ def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
 
 
 def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object], cutoff: float) -> None:
-    """Solves a relaxation from the basis of the last one of its shape, which is optimal, or nearly, for another mesh of
-    the same decisions."""
+    """Solves the linear relaxation from the last optimal basis of a program with as many columns and rows: for the same
+    decisions at other prices (another mesh) that basis is optimal, or nearly so."""
     shape = program.num_columns, program.num_rows
     highs.setOptionValue("objective_bound", _search_bound(cutoff))
     basis = known.get(shape)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class Program:
     cost: Floats
     lower: Floats
     upper: Floats
-    is_integer: npt.NDArray[np.bool_]
+    is_integer: Mask
     row_lower: Floats
     row_upper: Floats
     starts: Ints

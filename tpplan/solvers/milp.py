@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from tpplan.core.errors import SolverError
-from tpplan.solvers.bounded_sums import Floats
 from tpplan.solvers.build_program import Model, build
-from tpplan.solvers.matrix import Program
+from tpplan.solvers.matrix import Floats, Program
 from tpplan.solvers.presolve import Reduced, is_solvable, reduce
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, Problem, Solution, Status
 
@@ -42,8 +41,8 @@ class Outcome:
 
 
 class Run(Protocol):
-    """Runs a program for at most time_limit_s seconds. Solutions above `cutoff` may be missed; with is_relaxed, the
-    linear relaxation is enough, and it may start where the one before ended, which `known` is for."""
+    """Runs a program for at most time_limit_s seconds. Solutions above `cutoff` may be missed. With is_relaxed, the
+    linear relaxation is enough; `known` is a cache in which a solver keeps the basis of one relaxation for the next."""
 
     def __call__(
         self,
@@ -67,8 +66,8 @@ def solve(
 ) -> Solution:
     """Presolves, builds, runs and checks. `solver` is the name in the Solution.
 
-    Columns of choices that cost more than the cutoff are dropped, unless the relaxation is enough: it is to tell
-    whether anything fits at all.
+    Columns of choices that cost more than the cutoff are dropped, except with is_relaxed, where the solution is to tell
+    whether any choice is feasible at any cost.
 
     Raises SolverError where time_limit_s was too short to find a feasible choice.
     """

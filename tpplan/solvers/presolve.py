@@ -18,8 +18,9 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floats, Guard, Part
-from tpplan.solvers.groups import Ints, Mask, Skeleton, skeleton_of
+from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Guard, Part
+from tpplan.solvers.groups import Skeleton, skeleton_of
+from tpplan.solvers.matrix import Floats, Ints, Mask
 from tpplan.solvers.problem import Expression, Problem, Term
 
 #: most columns of a kind whose pairs are compared in one array operation
@@ -81,7 +82,7 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
 
 
 def is_solvable(problem: Problem) -> bool:
-    """False where reducing the problem, whatever it costs, shows that it is infeasible."""
+    """False where presolve without the objective shows that no choice agrees on the edges and keeps all limits."""
     if problem.resources or problem.conflicts:
         return reduce(replace(problem, objective=())) is not None
     return shared_skeleton(problem) is not None

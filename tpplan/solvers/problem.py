@@ -143,8 +143,8 @@ class Conflict:
 
 @dataclass(slots=True)
 class Shared:
-    """A cache for problems with the same nodes and edges: solvers' results, what they keep of relaxations, and what was
-    last validated."""
+    """A cache for problems with the same nodes and edges: `found` has the skeleton by nodes, `relaxed` the bases of
+    relaxations that a solver keeps, `valid` the nodes, edges, objective and splits that were last validated."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
@@ -185,7 +185,8 @@ class Problem:
         for conflict in self.conflicts:
             unknown = [name for name, _ in conflict.choices if name not in sizes]
             if unknown or len({name for name, _ in conflict.choices}) < len(conflict.choices):
-                raise ValueError(f"a conflict names {unknown[0] if unknown else 'a node twice'}")
+                what = f"the unknown node {unknown[0]}" if unknown else "a node twice"
+                raise ValueError(f"a conflict names {what}")
         self.shared.valid = self.nodes, self.edges, self.objective, self.splits
 
     @property

@@ -6,9 +6,8 @@ from typing import final
 
 import numpy as np
 
-from tpplan.solvers.bounded_sums import BoundedMaximum, BoundedSum, Floats
-from tpplan.solvers.groups import Ints
-from tpplan.solvers.matrix import Builder
+from tpplan.solvers.bounded_sums import BoundedMaximum, BoundedSum
+from tpplan.solvers.matrix import Builder, Floats, Ints
 
 
 @final
@@ -31,16 +30,16 @@ class Products:
     ) -> None:
         self.builder, self.numbers = builder, numbers
         self.starts, self.groups, self.binaries = starts, groups, binaries
-        #: by part everything by which it prices columns: its row in each sum, and the maxima that count for each of its
-        #: members
+        #: part -> its row of prices of columns in each sum; and part -> prices of columns in each maximum that counts
+        #: once per member of the part
         self.linear = {part: np.stack([total.extras[part + 1] for total in totals]) for part in numbers}
         self.maxima = {part: [maximum.extras for maximum in maxima if maximum.each == part] for part in numbers}
         every = np.concatenate([*self.linear.values(), *(rows for own in self.maxima.values() for rows in own)])
-        #: columns with the same prices for all parts
+        #: column -> its prices in all of these rows, as bytes: columns with equal bytes are one class
         self.prices = [column.tobytes() for column in np.ascontiguousarray(every.T)]
         self.is_made = np.zeros(len(starts), bool)
-        #: by part the variables that its number times a row consists of, the columns whose prices are their
-        #: coefficients, and the signs of these
+        #: part -> variables whose sum, each times its sign and the price of its column, is the part's number times a
+        #: row of prices
         self.variables: dict[int, list[Ints]] = {part: [] for part in numbers}
         self.columns: dict[int, list[Ints]] = {part: [] for part in numbers}
         self.signs: dict[int, list[Floats]] = {part: [] for part in numbers}
@@ -62,8 +61,8 @@ class Products:
         return variables[used], values[used]
 
     def _make(self, group: int) -> None:
-        """Makes the variables of a group, one for each class of columns and each set of parts that price them alike but
-        one, which has what the others leave."""
+        """Makes the variables z of a group: one for each class of columns and each set of parts that price the group
+        alike, except the largest set, whose products are the total times the binaries less the other variables."""
         self.is_made[group] = True
         start = int(self.starts[group])
         stop = int(self.starts[group + 1]) if group + 1 < len(self.starts) else len(self.groups)
@@ -81,8 +80,9 @@ class Products:
             self._count(rest[0], variables, start + firsts, -1.0)
 
     def _sets(self, start: int, stop: int) -> tuple[list[list[int]], list[int]]:
-        """The parts, those together that price the columns start:stop alike; and the largest such set. A part of which
-        a maximum counts for each member and prices them is alone, and not the largest where there are others."""
+        """(sets of parts that price the columns start:stop alike, the largest of them). A part with a maximum that
+        counts once per member and prices these columns is a set of its own, taken for the largest only where there is
+        no other kind of set."""
         sets: dict[tuple[int | None, bytes], list[int]] = {}
         for part, linear in self.linear.items():
             is_alone = any(rows[:, start:stop].any() for rows in self.maxima[part])
@@ -91,22 +91,22 @@ class Products:
         return list(sets.values()), sets[largest]
 
     def _variables(self, parts: Sequence[int], number: int) -> Ints:
-        """New variables, of which the sum is the number of layers of some parts."""
+        """Adds `number` variables whose sum is the sum of the numbers of `parts`: constraint (5), first line."""
         variables = self.builder.columns(number)
         indices = np.concatenate((variables, [self.numbers[part] for part in parts]))
         self.builder.row(indices, np.repeat([1.0, -1.0], [number, len(parts)]), 0.0, 0.0)
         return variables
 
     def _count(self, part: int, variables: Ints, columns: Ints, sign: float) -> None:
-        """Counts variables, times the prices of columns, in the products of a part, the first of its set: the others'
-        count with it."""
+        """Adds variables, each times `sign` and the price of its column, to the products of a part. The part stands for
+        its whole set, whose members have equal prices."""
         self.variables[part].append(variables)
         self.columns[part].append(columns)
         self.signs[part].append(np.full(len(columns), sign))
 
 
 def _numbered(keys: Sequence[bytes]) -> tuple[Ints, Ints]:
-    """Equal keys numbered alike in order of appearance; the positions of the first of each."""
+    """(number of each key, equal keys numbered alike in order of appearance; position of the first key of each)."""
     numbers: dict[bytes, int] = {}
     firsts: list[int] = []
     found = np.zeros(len(keys), np.int64)

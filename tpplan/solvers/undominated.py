@@ -1,22 +1,21 @@
-"""Leaves out expressions that another one exceeds in every assignment: a maximum does not need them. Bounds of sums of
-terms, whose maxima are taken for sums, or for one of their parts."""
+"""Simplifies sums of terms: drops expressions of a maximum that another expression exceeds in every assignment, bounds
+a sum from above and below by a linear expression, and adds up its linear terms."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
+from tpplan.solvers.matrix import Floats, Mask
 from tpplan.solvers.problem import Expression, Term, added, merged, scaled
-
-Floats = npt.NDArray[np.float64]
 
 #: number of large expressions against which every other one is compared
 MAX_DOMINATORS = 12
 
 
 def undominated(expressions: Iterable[Expression]) -> tuple[Expression, ...]:
-    """The expressions without those that a larger one exceeds in every assignment, largest first."""
+    """The expressions without those that another expression exceeds in every assignment, the one with the largest
+    possible value first. Only the first MAX_DOMINATORS that are kept are compared with the others."""
     ordered = sorted(dict.fromkeys(expressions), key=_most, reverse=True)
     if len(ordered) < 2:
         return tuple(ordered)
@@ -31,13 +30,13 @@ def undominated(expressions: Iterable[Expression]) -> tuple[Expression, ...]:
 
 
 def _most(expression: Expression) -> tuple[float, float]:
-    """The largest value of an expression, and the sum of its vectors' means, to sort by."""
+    """Sort key: the largest value of an expression, then the sum of its vectors' means."""
     middle = sum(sum(vector) / len(vector) for _, vector in expression.terms)
     return expression.constant + sum(max(vector) for _, vector in expression.terms), middle
 
 
 class _Table:
-    """The vectors of expressions, one behind the other: of all terms of the first expression, then of the second."""
+    """The vectors of several expressions in one array: those of the first expression's terms, then of the second's."""
 
     def __init__(self, expressions: Sequence[Expression]) -> None:
         rows = [merged(e) if len(dict(e.terms)) < len(e.terms) else e for e in expressions]
@@ -59,7 +58,7 @@ class _Table:
         self.places = np.repeat(self.node_starts[self.nodes], sizes) + within
         self.num_strategies = int(widths.sum())
 
-    def exceeded_by(self, number: int) -> npt.NDArray[np.bool_]:
+    def exceeded_by(self, number: int) -> Mask:
         """True for each expression e that the numbered one, d, exceeds in every assignment, by the worst case of each
         node n with strategies s: constants, and sum over n of max_s (e_ns - d_ns), are together at most 0."""
         if not len(self.nodes):
@@ -73,23 +72,24 @@ class _Table:
         # Nodes that an expression does not name count with the least of d's vector; those that d does not name, with 0.
         above = np.maximum.reduceat(self.entries - dense[self.places], self.starts) + least[self.nodes]
         lead = np.bincount(self.rows, weights=above, minlength=len(self.constants)) - least.sum()
-        exceeded: npt.NDArray[np.bool_] = lead + (self.constants - self.constants[number]) <= 0
+        exceeded: Mask = lead + (self.constants - self.constants[number]) <= 0
         return exceeded
 
 
 def upper(terms: Iterable[Term]) -> Expression:
-    """An upper bound of the terms' sum: a maximum counts as the sum of its undominated parts, none negative."""
+    """An upper bound of the sum of terms, none of which has a negative expression: a maximum is at most the sum of its
+    undominated expressions."""
     found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
     return merged(added(*(scaled(expression, weight) for expression, weight in found)))
 
 
 def lower(terms: Iterable[Term]) -> Expression:
-    """A lower bound of the terms' sum: a maximum counts as the first of its parts."""
+    """A lower bound of the sum of terms: a maximum is at least its first expression."""
     return merged(added(*(scaled(term.expressions[0], term.weight) for term in terms)))
 
 
 def combined(terms: Iterable[Term]) -> Iterator[Term]:
-    """The terms, all linear ones added up to one."""
+    """Yields the terms with several expressions, then the sum of all linear terms as one term, named as the first."""
     found = list(terms)
     linear = [scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
     yield from (term for term in found if len(term.expressions) > 1)

@@ -50,12 +50,8 @@ def tensors_of(graph: ModelGraph, unit: str) -> tuple[TensorPlan, ...]:
 def given_by(graph: ModelGraph, unit: str) -> tuple[str, ...]:
     """The values that a unit gives, each once."""
     own = graph.nodes_by_module[unit]
-    leaving = (node.result for node in own if isinstance(node, Boundary) and _is_output(node, unit))
-    return tuple(dict.fromkeys(leaving))
-
-
-def _is_output(node: Op | Boundary, unit: str) -> bool:
-    return isinstance(node, Boundary) and node.module == unit and node.direction is Direction.OUTPUT
+    crossings = (node for node in own if isinstance(node, Boundary) and node.module == unit)
+    return tuple(dict.fromkeys(node.result for node in crossings if node.direction is Direction.OUTPUT))
 
 
 def _ends(graph: ModelGraph, units: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -81,6 +77,13 @@ def _computed_from_weights(graph: ModelGraph) -> frozenset[str]:
 
 def _cut(graph: ModelGraph, unit: str, position: int, weighed: frozenset[str]) -> Cut:
     sent = given_by(graph, unit)
+    why_not = _why_not(graph, unit, position, sent, weighed)
+    return Cut(unit=unit, position=position, sent=() if why_not else sent, why_not=why_not)
+
+
+def _why_not(graph: ModelGraph, unit: str, position: int, sent: tuple[str, ...], weighed: frozenset[str]) -> str:
+    """Why stages cannot meet after a unit, which ends before the node at `position`; "" where they can. `weighed` are
+    the values that are computed from weights."""
     before = {name for node in graph.nodes[:position] for name in node.results}
     for node in graph.nodes[position:]:
         for name in node.operands:
@@ -88,19 +91,18 @@ def _cut(graph: ModelGraph, unit: str, position: int, weighed: frozenset[str]) -
                 made = graph.producers[name]
                 line = f" ({graph.lines[made.name]})" if made.name in graph.lines else ""
                 where = f"{made.module or 'the root'} made before it{line}"
-                return Cut(unit=unit, position=position, why_not=f"{node.module or 'the root'} reads what {where}")
-    shared = _shared(graph, position)
-    if shared:
-        return Cut(unit=unit, position=position, why_not=f"parameter {shared} is read on both sides")
+                return f"{node.module or 'the root'} reads what {where}"
+    if shared := _shared(graph, position):
+        return f"parameter {shared} is read on both sides"
     if not sent:
-        return Cut(unit=unit, position=position, why_not=f"{unit} gives no tensor")
+        return f"{unit} gives no tensor"
     if any(not graph.values[name].carries_gradient for name in sent):
-        return Cut(unit=unit, position=position, why_not=f"{unit} gives a tensor without a gradient")
+        return f"{unit} gives a tensor without a gradient"
     if any(graph.values[name].varying for name in sent):
-        return Cut(unit=unit, position=position, why_not=f"data decides the shape of what {unit} gives")
-    if sum(within(node.module, unit) for node in graph.nodes[position:]):
-        return Cut(unit=unit, position=position, why_not=f"{unit} runs again after it")
-    return Cut(unit=unit, position=position, sent=sent)
+        return f"data decides the shape of what {unit} gives"
+    if any(within(node.module, unit) for node in graph.nodes[position:]):
+        return f"{unit} runs again after it"
+    return ""
 
 
 def _shared(graph: ModelGraph, position: int) -> str:

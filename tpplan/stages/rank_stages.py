@@ -18,11 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.graph import joined_name
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.stages.stage_model import as_stage, keep_stages
 from tpplan.stages.stub import Stub
-from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.torch_internals.modules import own_buffers, own_children, own_parameters, share_parameters
 from tpplan.trace.hooks.generated_class import subclass
 
 #: key of a shell's __dict__ for its copies, which run
@@ -82,12 +83,12 @@ def _join(name: str, module: nn.Module, parts: Sequence[nn.Module]) -> nn.Module
             "stage a rank (--virtual-stages 1)"
         )
     first = (owners or held)[0]
-    module.__dict__["_parameters"] = first.__dict__["_parameters"]
+    share_parameters(module, first)
     _share_buffers(module, first, held)
-    for child, own in module._modules.items():
+    for child, own in own_children(module).items():
         if own is not None:
-            copies = [part._modules[child] for part in held]
-            module._modules[child] = _join(f"{name}.{child}".lstrip("."), own, copies)  # type: ignore[arg-type]
+            copies = [part.get_submodule(child) for part in held]
+            own_children(module)[child] = _join(joined_name(name, child), own, copies)
     module.__dict__[_COPIES] = tuple(held)
     module.__class__ = _shell_class(type(module))  # type: ignore[arg-type]
     return module

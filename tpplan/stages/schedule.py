@@ -101,12 +101,31 @@ class StageTimes:
     send_s: float
 
 
+class Run(NamedTuple):
+    """When a rank runs an action, and when it sends what the action gives, in seconds from the first forward on; the
+    sending of what stays on the rank takes no time."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+    sends_from_s: float
+    sent_s: float
+
+
 def seconds_of(every: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> float:
-    """Seconds from the first forward to the last backward, where each rank runs its actions in order.
+    """Seconds from the first forward to the last backward, where a rank computes while it sends; as `runs_of`."""
+    return max(run.end_s for run in runs_of(every, times))
+
+
+def runs_of(
+    every: Sequence[Sequence[Action]], times: Sequence[StageTimes], *, waits_for_sending: bool = False
+) -> Iterator[Run]:
+    """Yields all actions, where each rank runs its own in order, one at a time.
 
     A forward waits for what the stage before sends, a backward for what the stage behind sends back. A rank computes
-    while it sends; what two ranks send each other goes one by one. `times` are those of the stages. [A simulation of
-    the actions' dependencies]
+    while it sends, unless `waits_for_sending`; what two ranks send each other goes one by one. `times` are those of the
+    stages. [A simulation of the actions' dependencies]
     """
     ranks = len(every)
     last = len(times) - 1
@@ -119,15 +138,17 @@ def seconds_of(every: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
         _, rank = heapq.heappop(ready)
         action = every[rank][place[rank]]
         own = times[action.stage]
-        end = max(free[rank], arrived.get(action, 0.0)) + (own.forward_s if action.is_forward else own.backward_s)
-        free[rank] = end
+        start = max(free[rank], arrived.get(action, 0.0))
+        begin = sent = end = start + (own.forward_s if action.is_forward else own.backward_s)
         place[rank] += 1
         following = _following(action, last)
         if following is not None:
             link = frozenset((rank, following.stage % ranks))
             sending = times[min(action.stage, following.stage)].send_s if len(link) > 1 else 0.0
             begin = max(end, links.get(link, 0.0)) if sending else end
-            links[link] = arrived[following] = begin + sending
+            links[link] = arrived[following] = sent = begin + sending
+        free[rank] = sent if waits_for_sending else end
+        yield Run(rank, action, start, end, begin, sent)
         for other in (rank, waiting.pop(following, None) if following is not None else None):
             if other is None or place[other] == len(every[other]):
                 continue
@@ -137,7 +158,6 @@ def seconds_of(every: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -
             else:
                 waiting[wanted] = other
     assert all(done == len(order) for done, order in zip(place, every, strict=True)), "ranks wait for each other"
-    return max(free)
 
 
 def _following(action: Action, last: int) -> Action | None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.sections.modes import Precision
-from tpplan.plan.sections.ranks import StagePlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.trace.hooks.generated_class import subclass
 
 #: key of the root's __dict__ for its stage
@@ -64,12 +64,13 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
     stubs: list[Stub] = []
     for name in stage.absent:
         parent, child = _parent(model, name)
-        if not isinstance(parent._modules.get(child), nn.Module):
+        module = own_children(parent).get(child)
+        if module is None:
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
-        stub = Stub(name, parent._modules[child], precision, units)  # type: ignore[arg-type]
+        stub = Stub(name, module, precision, units)
         stub.share_known(stubs)
         stubs.append(stub)
-        parent._modules[child] = stub
+        own_children(parent)[child] = stub
     for name in stage.blank:
         parent, child = _parent(model, name)
         weight = own_parameters(parent).get(child)
@@ -88,11 +89,10 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
     return model
 
 
-def received_on_meta(stage: StagePlan) -> tuple[Tensor, ...]:
-    """The tensors that a stage receives, without memory; a gradient is computed for each."""
+def without_values(planned: Iterable[TensorPlan]) -> tuple[Tensor, ...]:
+    """Tensors on the meta device for those planned between stages; a gradient is computed for each."""
     return tuple(
-        torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True)
-        for one in stage.receives
+        torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True) for one in planned
     )
 
 

@@ -16,7 +16,7 @@ from tpplan.torch_internals.recording import untraced
 
 #: name of the argument by which a stage is given the tensors of the one before
 RECEIVED = "received"
-#: keys of a stub's __dict__ that its copies share: the module that it stands for, and what a call of that gives
+#: attributes of a stub that its copies share: the module that it stands for, and what calls of that module give
 _SHARED = ("_absent", "_known")
 
 
@@ -30,12 +30,13 @@ class Stub(nn.Module):
         super().__init__()
         self.name = name
         self.receives = False
-        #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
+        #: what the running call gives, where the stub stands for the layer before a stage
         self.received: tuple[Tensor, ...] | None = None
-        # Not registered: the module has no part in the stage's parameters, hooks or state.
         self.casts = precision is Precision.BF16_MIXED and name in units
-        self.__dict__["_absent"] = (_computing_in(precision, name, module.to("meta"), units),)
-        self.__dict__["_known"] = {}
+        # In a tuple it is not registered: the module has no part in the stage's parameters, hooks or state.
+        self._absent = (_computing_in(precision, name, module.to("meta"), units),)
+        #: by the arguments of a call: the leaves of the results, (shape, dtype) for a tensor, and their structure
+        self._known: dict[object, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stub":
         memo[id(self)] = found = Stub.__new__(Stub)
@@ -45,10 +46,9 @@ class Stub(nn.Module):
 
     def share_known(self, others: Sequence["Stub"]) -> None:
         """Takes what a call of the module gives from the first of `others` that stands for a like module."""
-        absent, casts = self.__dict__["_absent"][0], self.casts
         for other in others:
-            if other.casts == casts and are_alike(other.__dict__["_absent"][0], absent):
-                self.__dict__["_known"] = other.__dict__["_known"]
+            if other.casts == self.casts and are_alike(other._absent[0], self._absent[0]):
+                self._known = other._known
                 return
 
     def __getattr__(self, name: str) -> Any:
@@ -60,19 +60,21 @@ class Stub(nn.Module):
     @property
     def absent_class(self) -> type[nn.Module]:
         """The class of the module that the stub stands for."""
-        cls: type[nn.Module] = type(self.__dict__["_absent"][0])
-        return cls
+        return type(self._absent[0])
 
     def absent_names(self) -> tuple[str, ...]:
         """Names of the parameters and buffers of the module that the stub stands for."""
-        absent: nn.Module = self.__dict__["_absent"][0]
+        absent = self._absent[0]
         return tuple(dict((*absent.named_parameters(remove_duplicate=False), *absent.named_buffers())))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         like = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         if like is None:
-            raise ModelError(f"module {self.name}, which is in another stage, is called without a tensor")
+            raise ModelError(
+                f"module {self.name}, which is in another stage, is called without a tensor, by which its stub would "
+                "know the device: give the module a tensor, or plan without stages (--pp 1)"
+            )
         found, made = self._shapes(leaves, spec)
         if self.receives:
             given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
@@ -84,7 +86,10 @@ class Stub(nn.Module):
     def _taken(self, count: int) -> tuple[Tensor, ...]:
         if self.received is None or len(self.received) != count:
             given = "none" if self.received is None else len(self.received)
-            raise ModelError(f"a stage takes the {count} tensors of {self.name} as `{RECEIVED}`, and was given {given}")
+            raise ModelError(
+                f"a stage takes the {count} tensors of {self.name} as `{RECEIVED}`, and was given {given}: train by "
+                "model.step, which passes them"
+            )
         return self.received
 
     def _shapes(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
@@ -94,16 +99,15 @@ class Stub(nn.Module):
             with untraced(), torch.no_grad():
                 given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]
                 args, kwargs = pytree.tree_unflatten(given, spec)
-                outputs = self.__dict__["_absent"][0](*args, **kwargs)
+                outputs = self._absent[0](*args, **kwargs)
             found, made = pytree.tree_flatten(outputs)
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
-        known: tuple[list[Any], pytree.TreeSpec] = self._known[key]
-        return known
+        return self._known[key]
 
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
-    """The module, named so in its model, with its parameters in the dtype that a plan computes with; mixed precision
-    casts what enters a unit inside it."""
+    """The module with its parameters in the dtype that a plan computes with; under mixed precision what enters a unit
+    inside it is cast. `name` is the module's in its model, `units` are the model's."""
     if precision.makes_half:
         for parameter in module.parameters():
             parameter.data = _halved(parameter.data)

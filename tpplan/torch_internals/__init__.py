@@ -30,9 +30,7 @@ import warnings
 import torch
 
 from tpplan.core.errors import TorchVersionError
-from tpplan.torch_internals.versions import NEWEST, OLDEST, complaint, is_too_old
-
-__all__ = ["NEWEST", "OLDEST"]
+from tpplan.torch_internals.versions import complaint, is_too_old
 
 if problem := complaint(torch.__version__):
     if is_too_old(torch.__version__):

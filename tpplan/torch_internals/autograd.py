@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,9 +17,6 @@ NO_BACKWARD = -1
 #: the functions that switch gradients, and that begin and end autocast, in a recorded graph
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
-
-#: called in place of Function.apply, with the Function's class, torch's own apply bound to it, and the arguments
-Apply = Callable[..., Any]
 
 
 def running_backward() -> int:
@@ -47,7 +45,7 @@ def below_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def functions_run_by(run: Apply) -> Iterator[None]:
+def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
     """Makes cls.apply(...) of every autograd Function call run(cls, apply, ...), `apply` being torch's own for cls.
 
     Function.apply is a Python method up to torch 2.13, and a C method from 2.14 on.
@@ -57,11 +55,8 @@ def functions_run_by(run: Apply) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return run(cls, own.__get__(None, cls), *args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(Function, "apply", classmethod(apply)):
         yield
-    finally:
-        Function.apply = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -74,11 +69,8 @@ def saved_hooks_seen_by(see: Callable[[Callable[..., Any], Callable[..., Any]], 
         see(pack, unpack)
         push(pack, unpack)
 
-    torch._C._autograd._push_saved_tensors_default_hooks = pushed  # type: ignore[assignment]
-    try:
+    with patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", pushed):
         yield
-    finally:
-        torch._C._autograd._push_saved_tensors_default_hooks = push
 
 
 # ---- probes
@@ -126,7 +118,7 @@ def _functions() -> bool:
     x = torch.ones(1, requires_grad=True)
     seen: list[type] = []
 
-    def run(cls: type, apply: Apply, *args: Any) -> Any:
+    def run(cls: type, apply: Callable[..., Any], *args: Any) -> Any:
         seen.append(cls)
         return apply(*args)
 

@@ -54,8 +54,10 @@ def flex_attention_anywhere() -> Iterator[None]:
 
 @contextlib.contextmanager
 def flex_masks_by(create: Callable[..., Tensor]) -> Iterator[None]:
-    """Makes create_block_mask take the mask that create(function, B, H, T, J, device) gives, and blocks that it lists
-    for the backward have sizes and dtypes, without values."""
+    """Makes create_block_mask use create(function, B, H, T, J, device) as its mask [B, H, T, J].
+
+    The blocks that it lists for the backward have their sizes and dtypes, and no meaningful values.
+    """
 
     def dense(counts: Tensor, columns: Tensor, num_columns: int | None = None) -> Tensor:
         """Stands for _ordered_to_dense, which runs under torch.vmap: counts [..., M], columns [..., M, N]."""
@@ -79,11 +81,8 @@ def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[N
             return compile_(model, **options)
         return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
 
-    torch.compile = opened
-    try:
+    with patch.object(torch, "compile", opened):
         yield
-    finally:
-        torch.compile = compile_
 
 
 # ---- probes

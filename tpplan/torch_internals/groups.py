@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # documented, untyped
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, untyped
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 # Importing it registers the backend.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpplan.torch_internals.probes import Probe
-
-__all__ = ["PROBES", "FileStore", "PrefixStore", "RankMesh", "Store", "default_store", "fake_group", "mesh_of_one"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,13 @@ def mesh_of_one() -> DeviceMesh:
     return RankMesh(1, 0)
 
 
+def regrouped(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of the ranks of `mesh`, in their order, with other axes; their sizes multiply to its size. Every rank must
+    call it."""
+    flat: DeviceMesh = mesh._flatten() if mesh.ndim > 1 else mesh
+    return flat._unflatten(0, sizes, names)
+
+
 @contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
     """Makes this process rank 0 of a default group of `ranks`, whose collectives do nothing. Raises ValueError where
@@ -61,6 +66,11 @@ def fake_group(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def group_of_all_axes(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh whose axes have names; every rank of the default group calls this."""
+    return mesh._flatten().get_group()
 
 
 def default_store() -> Store:
@@ -77,13 +87,24 @@ def _meshes() -> bool:
     return (mesh.size(), mesh.get_group().rank()) == (4, 2) and local.tolist() == [4, 5]
 
 
+def _regrouping() -> bool:
+    if dist.is_initialized():  # a rank of a real job, whose peers may not run this probe
+        return callable(DeviceMesh._unflatten)
+    with fake_group(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        found = regrouped(mesh, (2, 4, 1), ("d", "e", "f"))
+        return tuple(found.shape) == (2, 4, 1) and found["e"].get_group().size() == 4
+
+
 def _fake_groups() -> bool:
     if dist.is_initialized():  # a rank of a real job, which cannot have a second default group
         return True
     with fake_group(8):
         found = torch.ops._c10d_functional.all_gather_into_tensor(torch.zeros(2), 8, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         is_store = isinstance(default_store(), Store)
-        return tuple(torch.ops._c10d_functional.wait_tensor(found).shape) == (16,) and is_store
+        is_gathered = tuple(torch.ops._c10d_functional.wait_tensor(found).shape) == (16,)
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("first", "second"))
+        return is_gathered and is_store and group_of_all_axes(mesh).size() == 8
 
 
 PROBES = (
@@ -94,9 +115,15 @@ PROBES = (
         works=_meshes,
     ),
     Probe(
+        name="meshes with other axes",
+        uses="DeviceMesh._flatten, DeviceMesh._unflatten",
+        needed_for="FSDP over the shard and tp axes together",
+        works=_regrouping,
+    ),
+    Probe(
         name="fake process groups",
-        uses="torch.testing._internal.distributed.fake_pg, distributed_c10d._get_default_store",
-        needed_for="`tpplan verify --dry`, `tpplan.guard`",
+        uses="torch.testing._internal.distributed.fake_pg, distributed_c10d._get_default_store, DeviceMesh._flatten",
+        needed_for="`tpplan verify --dry`, `tpplan.guard`, models in stages",
         works=_fake_groups,
     ),
 )

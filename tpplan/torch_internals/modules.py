@@ -34,6 +34,11 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return found
 
 
+def share_parameters(module: nn.Module, other: nn.Module) -> None:
+    """Makes a module's own table of parameters that of another: what is put into one is in both."""
+    module.__dict__["_parameters"] = own_parameters(other)
+
+
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """True for a buffer that state_dict holds."""
     return buffer not in module._non_persistent_buffers_set
@@ -89,9 +94,10 @@ class _Tied(nn.Module):
 def _tables() -> bool:
     module = _Tied()
     replaced = nn.Parameter(torch.ones(2, 2))
+    share_parameters(module.other, module.one)
     own_parameters(module.one)["weight"] = replaced
     return (
-        module.one.weight is replaced
+        module.one.weight is module.other.weight is replaced
         and list(own_buffers(module)) == ["kept", "left"]
         and list(own_children(module)) == ["one", "other"]
         and is_persistent(module, "kept")

@@ -29,7 +29,7 @@ ATTENTION = (
 _GUARDS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 #: methods of tensors that take sizes
 _SHAPING = frozenset({"view", "reshape", "expand"})
-#: key in the __dict__ of a function made by seen_by for the same without the question whether a mode is on
+#: key in the __dict__ of a function made by seen_by, for the variant that asks no mode to run it
 _INSIDE = "_tpplan_inside"
 
 
@@ -132,6 +132,11 @@ def efficient_attention(
     return found
 
 
+def busy_gpu(cycles: int) -> None:
+    """Queues a kernel on the current GPU that runs for this many clock cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def missing_ops(names: Iterable[str]) -> list[str]:
     """The names ("aten.mm", "aten.mm.default", "aten::mm") that are no operator of this torch."""
     return [name for name in names if not _has(name.replace("::", "."))]
@@ -167,8 +172,8 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
 
 
 def hides_sizes(function: object) -> bool:
-    """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes; and for one
-    that a mode has made of it (seen_by)."""
+    """True for a function of torch.nn.functional that modes see as one call, though it calls view, reshape or expand
+    with sizes; and for a function that seen_by made of one."""
     if not isinstance(function, FunctionType):
         return False
     is_public: bool = vars(F).get(function.__name__) is function
@@ -177,8 +182,11 @@ def hides_sizes(function: object) -> bool:
 
 
 def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under its own name, so that modes around, one after the other, take it for one call, with all that
-    it calls handed to the mode, and then to those around that do the same. To be called while the mode is off."""
+    """A function that does the same, of which `mode` sees every inner call.
+
+    Modes around `mode` see one call under the function's own name, and may call seen_by on it in turn. To be called
+    while the mode is off.
+    """
     inside = vars(function).get(_INSIDE) or _body(function)
 
     def seen(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +195,7 @@ def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if has_torch_function((None,)):  # of what is no tensor's class it asks whether a mode is on
+        if has_torch_function((None,)):  # None has no class of tensors to ask: True where a mode is on
             return handle_torch_function(call, (), *args, **kwargs)
         return seen(*args, **kwargs)
 
@@ -197,7 +205,7 @@ def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
 
 @functools.cache
 def _body(function: FunctionType) -> Callable[..., Any]:
-    """The function with guards that say no."""
+    """The function's code with _GUARDS that answer False, so that it runs whatever modes are on."""
     names = function.__globals__ | dict.fromkeys(_GUARDS, lambda *_: False)
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
@@ -238,11 +246,6 @@ def _positions() -> bool:
     except IndexError as error:
         return str(error) == "outside: got 3"
     return False
-
-
-def busy_gpu(cycles: int) -> None:
-    """Queues a kernel on the current GPU that runs for this many clock cycles."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def _calls_are_seen() -> bool:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from tpplan.core.errors import first_line
+
 #: the files of this room that use torch; one that cannot be imported counts as a failed probe
 FILES = (
     "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "parallel",
@@ -65,7 +67,7 @@ def _outcome(probe: Probe | FailedProbe) -> FailedProbe | None:
     try:
         reason = "" if probe.works() else "this torch behaves differently"
     except Exception as error:  # torch's own code may raise anything
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        reason = f"{type(error).__name__}: {first_line(error, 'no message')}"
     if not reason:
         return None
     return FailedProbe(name=probe.name, uses=probe.uses, needed_for=probe.needed_for, reason=reason)

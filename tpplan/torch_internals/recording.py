@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -176,14 +177,9 @@ def _track(tensor: Tensor, node: torch.fx.Node, tracer: Any) -> None:
 def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]:
     """Runs ops outside of the recording that is on, with function modes of the classes in `others` off."""
     plain_kernels = torch._C._DisablePythonDispatcher()  # torch's kernels in Python are slow, and give other shapes
-    before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    kept = [mode for mode in before if not isinstance(mode, (*_TRACERS, *others))]
-    with plain_kernels, disable_proxy_modes_tracing():
-        _replace_function_modes(before, kept)
-        try:
-            yield
-        finally:
-            _replace_function_modes(kept, before)
+    kept = _function_modes_kept(lambda mode: not isinstance(mode, (*_TRACERS, *others)))
+    with plain_kernels, disable_proxy_modes_tracing(), kept:
+        yield
 
 
 def is_function_mode_on(mode: TorchFunctionMode) -> bool:
@@ -192,11 +188,16 @@ def is_function_mode_on(mode: TorchFunctionMode) -> bool:
     return any(one is mode for one in stack)
 
 
+def without_function_mode(mode: TorchFunctionMode) -> contextlib.AbstractContextManager[None]:
+    """A context in which one function mode is off."""
+    return _function_modes_kept(lambda one: one is not mode)
+
+
 @contextlib.contextmanager
-def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Switches one function mode off."""
+def _function_modes_kept(is_kept: Callable[[Any], bool]) -> Iterator[None]:
+    """Switches the function modes off for which is_kept is false."""
     before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    kept = [one for one in before if one is not mode]
+    kept = list(filter(is_kept, before))
     _replace_function_modes(before, kept)
     try:
         yield
@@ -218,19 +219,14 @@ def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
     extract(value, ...) is what torch itself would take: a fake tensor, which shares storage with no other. Results are
     not described a second time, as passes of torch would need it.
     """
-    extract, describe = proxy_tensor.extract_val, vars(proxy_tensor)[DESCRIBE]
+    extract = proxy_tensor.extract_val
 
     def kept(value: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C._DisablePythonDispatcher():  # a view of a tensor is no op of the code
             return keep(extract, value, *args, **kwargs)
 
-    proxy_tensor.extract_val = kept  # type: ignore[assignment]
-    setattr(proxy_tensor, DESCRIBE, lambda *_: None)
-    try:
+    with patch.object(proxy_tensor, "extract_val", kept), patch.object(proxy_tensor, DESCRIBE, lambda *_: None):
         yield
-    finally:
-        proxy_tensor.extract_val = extract
-        setattr(proxy_tensor, DESCRIBE, describe)
 
 
 @contextlib.contextmanager
@@ -252,11 +248,8 @@ def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterat
                 result = _recorded_call(mode.tracer, func, args, kwargs or {})
             return dispatch(func, types, args, kwargs or {}) if result is NotImplemented else result
 
-    mode.__torch_dispatch__ = plain
-    try:
+    with patch.object(mode, "__torch_dispatch__", plain):
         yield
-    finally:
-        del mode.__torch_dispatch__
 
 
 # ---- probes

@@ -79,7 +79,7 @@ def address_getters() -> frozenset[Any]:
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """True for FSDP2's placement on a dim that is sharded by tensor parallelism, a later mesh axis, too."""
+    """True for the placement that FSDP2 gives a dim which tensor parallelism, on a later mesh axis, shards too."""
     return isinstance(placement, _StridedShard)
 
 

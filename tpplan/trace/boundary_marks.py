@@ -37,7 +37,7 @@ class BoundaryMarks:
     given: dict[str, list[tuple[Any, pytree.TreeSpec | None]]] = field(default_factory=dict)
     #: by the name of each module that marks its boundary in its forward: the names of its positional parameters
     inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: names of those among them that were called, and whose forwards did not begin yet
+    #: names of the modules in `inside` that were called, and whose forwards have not begun
     called: set[str] = field(default_factory=set)
 
     def is_called(self, name: str) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tpplan.core.errors import ModelError
+from tpplan.core.graph import joined_name
 from tpplan.stages.like_modules import are_alike, signature
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.concrete_values import ConcreteValues
@@ -30,6 +31,7 @@ from tpplan.trace.forward_arguments import positional_names, signature_of
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.layer_calls import CallLog, contents, untraced
 from tpplan.trace.layer_images import NotAlikeError
+from tpplan.trace.whole.opaque import running_modes
 
 #: gives for a module's name what an applied plan does inside the module, as a hashable value to compare
 PlanDigest = Callable[[str], object]
@@ -85,9 +87,9 @@ class _Trial:
     logs: dict[str, CallLog] = field(default_factory=dict)
     #: class of each sibling that differs, by its name
     differing: dict[str, str] = field(default_factory=dict)
-    #: a log for each of these classes
+    #: by class, the log of the layer that the class is named for
     others: dict[str, CallLog] = field(default_factory=dict)
-    #: why the first of them differs
+    #: why the first of these siblings differs
     reason: str = ""
 
     def log(self, modules: Mapping[str, nn.Module], leaves: Sequence[object], like: str | None = None) -> CallLog:
@@ -157,7 +159,7 @@ class _LikeLayers:
             own, is_called = functools.partial(type(layer).forward, layer), marks.is_called(name)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            call = (key, is_called, _modes(), spec, *(signature(leaf) for leaf in leaves))
+            call = (key, is_called, running_modes(), spec, *(signature(leaf) for leaf in leaves))
             if not tensors or name in self.outputs or not _is_hashable(call):
                 return forward(*args, **kwargs)
             like = self.traced.setdefault(call, name)
@@ -216,7 +218,7 @@ def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         for child_name, child in container.named_children():
             if not child_name.isdecimal() or any(id(p) in tied for p in child.parameters()):
                 continue
-            name = f"{prefix}.{child_name}" if prefix else child_name
+            name = joined_name(prefix, child_name)
             kind = next((kind for kind in kinds if are_alike(kind[0][1], child)), None)
             if kind is None:
                 kinds.append([(name, child)])
@@ -227,12 +229,6 @@ def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
                 groups.append(kind)
                 inside |= {id(module) for _, layer in kind for module in layer.modules()}
     return groups
-
-
-def _modes() -> object:
-    """The part of torch's global state that a call's graph depends on: gradients, and autocast by device."""
-    casts = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), *casts
 
 
 def _is_hashable(value: object) -> bool:

@@ -30,6 +30,12 @@ def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name in accepted}
 
 
+def called_on(model: nn.Module, inputs: Inputs) -> Any:
+    """The outputs of a model on those of the inputs that its forward takes."""
+    accepted = forward_inputs(model, inputs)
+    return model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+
+
 def path_of(entries: tuple[Any, ...]) -> str:
     """A pytree key path as dotted text: `attention_mask`, `pos.0`."""
     names = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in entries)
@@ -46,6 +52,13 @@ def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]
     return pytree.tree_unflatten([_changed(path_of(path), leaf, change, is_given) for path, leaf in leaves], spec)
 
 
+def tensors_by_path(tree: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a tree by their dotted paths, those in dataclasses too."""
+    found: dict[str, torch.Tensor] = {}
+    named_tensors(tree, found.setdefault)
+    return found
+
+
 def is_flat(tree: Any) -> bool:
     """True for a dict by text of tensors and plain values: most calls are given nothing else."""
     return (
@@ -58,7 +71,8 @@ def is_flat(tree: Any) -> bool:
 def tensors_of_call(
     tree: dict[str, Any], change: Callable[[str, torch.Tensor], torch.Tensor], *, is_given: bool = False
 ) -> dict[str, Any]:
-    """Equal to named_tensors, and faster where all values are tensors and plain values: torch walks no tree then."""
+    """Does what named_tensors does to a call's arguments by name, and takes less time where all of them are tensors and
+    plain values: torch walks no tree then."""
     if is_flat(tree):
         return {name: change(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in tree.items()}
     changed: dict[str, Any] = named_tensors(tree, change, is_given=is_given)
@@ -130,6 +144,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def named_arguments(positional: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Equal to bound_arguments for a module whose forward has these positional parameters."""
+    """A call's arguments by parameter name, as bound_arguments gives them; `positional` are the names of the forward's
+    positional parameters."""
     names = [positional[i] if i < len(positional) else f"args{i}" for i in range(len(args))]
     return dict(zip(names, args, strict=True)) | kwargs

@@ -39,8 +39,6 @@ from tpplan.trace.hooks.parameter_names import registered_name
 from tpplan.trace.layer_images import Given, LayerImages, NotAlikeError
 from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
 
-#: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
-_AUTOCAST = AUTOCAST_ENDS
 #: ops that compute nothing
 IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
@@ -127,12 +125,12 @@ class GraphReader:
         nodes = {node.name: node for node in self.program.graph_module.graph.nodes if node.op == "placeholder"}
         names: dict[str, Argument] = {}
         for given in self.program.given:
-            value, source = nodes[given.placeholder].meta["val"], own.source(given)
+            value, source = nodes[given.name].meta["val"], own.source(given)
             name = self._fresh(source.result)
             is_differentiated = source.kind is SourceKind.INPUT and value.requires_grad
             self._add_value(name, value, carries_gradient=source.trainable or is_differentiated)
             self.sources.append(replace(source, result=name))
-            names[given.placeholder] = Ref(name)
+            names[given.name] = Ref(name)
         return names
 
     def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
@@ -165,14 +163,19 @@ class GraphReader:
                 case "output":
                     return [argument_of(argument, names) for argument in node.args[0]]
                 case _:
-                    raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
+                    raise ModelError(
+                        f"torch {torch.__version__} recorded a node of kind {node.op} ({node.name}), and tpplan knows "
+                        "ops and tensors alone: `tpplan doctor` says what works with this torch"
+                    )
         return []
 
     def _attribute(self, node: Any) -> Argument:
-        value = operator.attrgetter(node.target)(self.program.graph_module)
+        value, where = operator.attrgetter(node.target)(self.program.graph_module), node.meta.get(SCOPE) or "the root"
         if not isinstance(value, torch.Tensor):
-            raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
-        where, shape = node.meta.get(SCOPE) or "the root", list(value.shape)
+            raise ModelError(
+                f"module {where} hands an op a {type(value).__name__}, which a plan cannot hold: use tensors, numbers, "
+                "texts, dtypes and lists of these"
+            )
         if (own := registered_name(value)) is not None:
             raise CapturedError(
                 f"module {where} reads parameter {own} past the module that has it (through a closure, a list, a "
@@ -181,9 +184,8 @@ class GraphReader:
             )
         name = f"constant_{node.name}"
         if value.requires_grad and name not in self.values:
-            self.unregistered.append(
-                (f"a weight of shape {shape}, which module {where} reads and none registers,", "constant", False)
-            )
+            what = f"a weight of shape {list(value.shape)}, which module {where} reads and none registers,"
+            self.unregistered.append((what, "constant", False))
         if name not in self.values:
             self._add_value(name, value, carries_gradient=False)
             label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()
@@ -197,10 +199,13 @@ class GraphReader:
         if node.target is SET_GRAD_ENABLED:
             self.with_gradient = bool(node.args[0])
             return None
-        if node.target in _AUTOCAST:
+        if node.target in AUTOCAST_ENDS:  # dtypes of results say what autocast did
             return None
         if is_higher_order(node.target):
-            raise ModelError(f"{node.target} in {node.meta[SCOPE] or 'the root'!r}: higher-order ops are not supported")
+            raise ModelError(
+                f"module {node.meta[SCOPE] or 'the root'} calls {node.target}: of torch's higher-order ops, tpplan "
+                "traces torch.cond and flex_attention alone"
+            )
         target = str(node.target)
         if target in IGNORED or target.startswith("sym_"):
             return None

@@ -4,11 +4,11 @@ from torch import nn
 
 from tpplan.core.graph import Source, SourceKind
 from tpplan.experts.expert_share import share_of
-from tpplan.trace.record_fx import Given
+from tpplan.trace.record_fx import Placeholder
 
 
 class ModelSources:
-    """Names of a model's parameters and buffers; a tied parameter goes by its first name."""
+    """The sources of a model's graphs, by the names of its parameters and buffers; of tied names the first counts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -18,8 +18,8 @@ class ModelSources:
         for label, parameter in self.parameters.items():
             self.names[id(parameter)].append(label)
 
-    def source(self, given: Given) -> Source:
-        """The source that a program is given, with `kind:label` as the name of its value."""
+    def source(self, given: Placeholder) -> Source:
+        """The source that a placeholder stands for, with `kind:label` as the name of its value."""
         label = given.label.removeprefix("model.")
         if given.kind is SourceKind.PARAMETER:
             return self._parameter(label)

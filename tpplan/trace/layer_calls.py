@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals import pytree, recording
-from tpplan.torch_internals.autograd import Apply, functions_run_by
+from tpplan.torch_internals.autograd import functions_run_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import local_part, plain_calls
@@ -86,8 +86,8 @@ class CallLog(TorchFunctionMode):
         self._names = names
         self._running = running
         self._is_leader = leader is None
-        #: where a tensor comes from, by its id, and the tensor from there; holding it keeps its id from being used
-        #: again
+        #: by a tensor's id, the place that it comes from; by place, the tensor: holding it keeps its id from being
+        #: used again
         self._origins: dict[int, object] = {}
         self._tensors: dict[object, Tensor] = {}
         #: objects compared by id, held for the same reason
@@ -99,9 +99,9 @@ class CallLog(TorchFunctionMode):
         self.has_functions: bool = False
         self._leader = None if leader is None or leader.has_functions else leader
         self._contexts = contextlib.ExitStack()
-        #: what makes calls of marks around the log
+        #: the function that makes calls of marks outside of this log
         self._around = custom_ops.caller()
-        #: whether a call runs whose inner calls are not logged; whether the last call was given tensors
+        #: whether a call is running whose inner calls are not logged; whether the last call was given tensors
         self._is_inside = self._has_operands = False
         for place, leaf in enumerate(given):
             if isinstance(leaf, Tensor):
@@ -131,7 +131,7 @@ class CallLog(TorchFunctionMode):
         self.entries.append(leader.entries[place])
         return self._like(leader._results[place], leader)
 
-    def _applied(self, cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
+    def _applied(self, cls: type[torch.autograd.Function], apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs and logs an autograd.Function; calls inside a checkpoint are logged one by one."""
         if is_reentrant_checkpoint(cls) or keeps_inputs(cls) or self._is_inside:
             return apply(*args, **kwargs)
@@ -175,7 +175,7 @@ class CallLog(TorchFunctionMode):
         return call is not None and call[0] == func  # type: ignore[index]
 
     def _run(self, function: Callable[..., Any], func: object, args: Any, kwargs: Any, *, is_one: bool = False) -> Any:
-        """The results of a call, which is made or copied from the leader, and logged. is_one: calls inside are not."""
+        """The results of a call, made or copied from the leader, and logged. is_one: calls inside it are not logged."""
         call, leader = self._call(func, args, kwargs), self._leader
         if leader is not None:
             place = len(self.entries)

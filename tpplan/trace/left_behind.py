@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tpplan.core.graph import joined_name
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import is_foreign
@@ -41,7 +42,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
         for key, value in vars(module).items():
             if key in _OF_TORCH or type(value) in _CLOSED or (type(value) in _EMPTY and not value):
                 continue
-            _collect(value, _within(name, key), seen, found, 0)
+            _collect(value, joined_name(name, key), seen, found, 0)
     files: dict[str, Any] = {}
     for base in {base: None for cls in classes for base in cls.__mro__ if issubclass(base, nn.Module)}:
         file = sys.modules.get(base.__module__)
@@ -50,7 +51,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
             files[f"{base.__module__}.{base.__qualname__}"] = vars(base)
     for path, namespace in files.items():
         for name, value in _state(namespace).items():
-            _collect(value, _within(path, name), seen, found, 0)
+            _collect(value, joined_name(path, name), seen, found, 0)
     return found
 
 
@@ -58,7 +59,7 @@ def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor
     """Tensors held now and not `before` that a forward computed and that carry a gradient or are buffers, by dotted
     path."""
     known = {id(tensor) for tensor in before.values()}
-    buffers = {_within(name, key) for name, module in model.named_modules() for key in own_buffers(module)}
+    buffers = {joined_name(name, key) for name, module in model.named_modules() for key in own_buffers(module)}
     with plain_calls():
         return {
             name: tensor
@@ -91,7 +92,7 @@ def _collect(value: Any, path: str, seen: set[int], found: dict[str, Tensor], de
     seen.add(id(value))
     for key, inner in _members(value):
         if type(inner) not in _CLOSED:
-            _collect(inner, _within(path, str(key)), seen, found, depth + 1)
+            _collect(inner, joined_name(path, str(key)), seen, found, depth + 1)
 
 
 def _members(value: Any) -> Iterable[tuple[object, Any]]:
@@ -100,7 +101,3 @@ def _members(value: Any) -> Iterable[tuple[object, Any]]:
     if isinstance(value, _CONTAINERS):
         return list(enumerate(value))
     return list(vars(value).items())
-
-
-def _within(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -68,20 +69,15 @@ Calls = tuple[str, ...]
 class CallNotes(TorchFunctionMode):
     """A mode that notes the calls of each module's forwards, under the module's name in `found`.
 
-    is_hidden(name): whether to leave a module out. asked(): the number of questions so far that data decides; a module
-    whose forward asks one is in `unsure`.
+    is_hidden(name): whether to leave a module out. `asked`, which a trace sets, gives the number of questions so far
+    that data decides; a module whose forward asks one is in `unsure`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        is_hidden: Callable[[str], bool] = lambda _: False,
-        asked: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, model: nn.Module, is_hidden: Callable[[str], bool] = lambda _: False) -> None:
         super().__init__()
         self.is_hidden = is_hidden
         self.names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.asked = asked
+        self.asked: Callable[[], int] = lambda: 0
         self.found: dict[str, set[Calls]] = {}
         self.unsure: set[str] = set()
         #: whether both branches of a torch.cond have run, of which training runs one, compiled
@@ -124,12 +120,8 @@ class CallNotes(TorchFunctionMode):
             finally:
                 self._running.pop()
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        with patch.object(nn.Module, "__call__", called), self:
+            yield
 
     def _note_module(self, module: nn.Module) -> None:
         """Notes in the running forward that it calls a module, by the last part of the module's name, which is equal

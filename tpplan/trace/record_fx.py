@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.core.graph import SourceKind
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.autograd import Apply, functions_run_by, saved_hooks_seen_by
+from tpplan.torch_internals.autograd import functions_run_by, saved_hooks_seen_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, meta_kernels
@@ -58,10 +59,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A placeholder of the graph; `label` is a parameter's or buffer's name, or an input's path."""
+class Placeholder:
+    """A placeholder node of the graph by `name`; `label` is a parameter's or buffer's name, or an input's path."""
 
-    placeholder: str
+    name: str
     kind: SourceKind
     label: str
 
@@ -71,9 +72,9 @@ class Program:
     """A recorded forward. A node's results are its meta["val"], the module that ran it is its meta[SCOPE]."""
 
     graph_module: torch.fx.GraphModule
-    given: tuple[Given, ...]
+    given: tuple[Placeholder, ...]
     out_spec: pytree.TreeSpec
-    #: where the tensors are that the forward leaves behind; as outputs these follow the returned ones
+    #: where the forward leaves tensors behind, by dotted path; as outputs these tensors follow the returned ones
     left: tuple[str, ...]
     questions: tuple[Question, ...]
     #: lines of code where data decides a size, and the size that was taken instead
@@ -158,7 +159,7 @@ def _program(
     return Program(
         graph_module=graph_module,
         given=tuple(
-            Given(placeholder=name, kind=kind, label=label)
+            Placeholder(name=name, kind=kind, label=label)
             for name, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=out_spec,
@@ -281,11 +282,8 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
             node.meta[LINE] = _running_line()
         return node
 
-    tracer.create_node = create
-    try:
+    with patch.object(tracer, "create_node", create):
         yield
-    finally:
-        del tracer.create_node
 
 
 def _running_line() -> str:
@@ -304,7 +302,7 @@ def _functions_marked_whole() -> Iterator[None]:
     """Marks operands and results of the model's autograd.Functions, so that they stay whole on every rank: a trace does
     not see their backward, which may do anything."""
 
-    def marked(cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
+    def marked(cls: type[torch.autograd.Function], apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_own_code_running() or keeps_inputs(cls):
             return apply(*args, **kwargs)
         if is_reentrant_checkpoint(cls):

@@ -5,13 +5,14 @@ module cannot be one operator, the module around it is marked, up to the model i
 so this ends.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import Boundary, ModelGraph, Op, within
 from tpplan.layouts.rules import OPAQUE
 from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
@@ -49,17 +50,20 @@ def trace_marking(
     """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
 
     build: gives a copy of the model without its hooks; each trace needs its own, as a forward may leave tensors behind.
-    untouched: why parameters must stay as they are; the whole model is one operator then. So it is as the last resort.
+    untouched: why parameters must stay as they are, so that the whole model is one operator; "" where they need not.
+        The whole model is one operator also where nothing less goes through.
     whole: (module, reason) to mark from the start; of a module that is marked already, the one around it.
     notes_calls: whether what modules call goes into the graph's `calls`.
     like: as `trace` takes it.
 
     Raises ModelError, with the error of the first trace, where the model cannot run on fake tensors as a whole either.
     """
+    run = functools.partial(trace, inputs=inputs, loss=loss, cast=cast, fresh=build, notes_calls=notes_calls, like=like)
 
     def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
-        given = () if untouched else whole
-        return _trace_marking(model, build, inputs, loss, cast, untouched, given, notes_calls=notes_calls, like=like)
+        marks = _Marks(model)
+        marks.begin(untouched, () if untouched else whole)
+        return _trace_until_through(marks, build, run), marks.opaques
 
     if untouched:
         return traced(untouched)
@@ -69,48 +73,26 @@ def trace_marking(
         if isinstance(error.__cause__, MixedDtypesError):
             raise  # fake tensors would let it pass
         try:
-            return traced(_first_line(error))
+            return traced(first_line(error))
         except ModelError:
             raise error from error.__cause__  # the first error says more than that of the last resort
 
 
-def _trace_marking(
-    model: nn.Module,
-    build: Callable[[], nn.Module],
-    inputs: Inputs,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    untouched: str,
-    whole: Sequence[tuple[str, str]],
-    *,
-    notes_calls: bool,
-    like: ModelGraph | None,
-) -> tuple[ModelGraph, Opaques]:
-    """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
-    marks = _Marks(model)
-    marks.begin(untouched, whole)
+def _trace_until_through(marks: "_Marks", build: Callable[[], nn.Module], run: Callable[..., ModelGraph]) -> ModelGraph:
+    """The graph that run(a copy of the model, opaques=...) gives once each module that cannot be traced is marked."""
     while True:
         try:
-            graph = trace(
-                build(),
-                inputs,
-                loss=loss,
-                cast=cast,
-                opaques=marks.opaques,
-                fresh=build,
-                notes_calls=notes_calls,
-                like=like,
-            )
+            graph = run(build(), opaques=marks.opaques)
         except TraceError as error:
             _mark_failed(marks, build, error)
         except CapturedError:
             raise
         except (UnreadableError, ReplacedError) as error:
-            marks.add(error.module, _first_line(error), error)
+            marks.add(error.module, first_line(error), error)
         else:
             outside = next(_read_outside(graph, marks), None)
             if outside is None:
-                return graph, marks.opaques
+                return graph
             marks.widen(*outside)
 
 
@@ -170,7 +152,7 @@ class _Marks:
         reason, error = self.opaques.reasons[name], self.errors[name]
         logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
         if not name:
-            again = "that fails in the same way" if _first_line(error.__cause__ or error) in why else why
+            again = "that fails in the same way" if first_line(error.__cause__ or error) in why else why
             raise ModelError(
                 f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {again}"
             ) from (error.__cause__ or error)
@@ -215,7 +197,7 @@ def _mark_failed(marks: _Marks, build: Callable[[], nn.Module], error: TraceErro
         raise failure from cause
     else:
         at = f", at {error.line}" if error.line else ""
-        marks.add(error.module, _first_line(cause) + at, error)
+        marks.add(error.module, first_line(cause or error) + at, error)
 
 
 def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
@@ -259,8 +241,3 @@ def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]
 
 def _is_call_of(node: Op | Boundary, module: str) -> bool:
     return isinstance(node, Op) and node.target == OPAQUE and node.module == module
-
-
-def _first_line(error: BaseException | None) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.concrete_values import raising_line
 from tpplan.trace.answers.one_dtype import MixedDtypesError
@@ -51,7 +51,7 @@ def explained(
     if isinstance(error, TypeError) and (problem := _argument_mismatch(model, inputs)):
         return ModelError(problem)
     where = _place(running, has_loss=has_loss)
-    reason = (str(error).strip() or "no message").splitlines()[0]
+    reason = first_line(error, "no message")
     return TraceError(
         f"{type(error).__name__} {where}: {reason}",
         raising_line(error),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing
+from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing, joined_name
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
@@ -27,11 +27,7 @@ from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.answers.varying_dims import varying_as, with_varying
 from tpplan.trace.boundary_marks import BoundaryHook, BoundaryMarks, boundaries_marked
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
-from tpplan.trace.forward_arguments import (
-    Inputs,
-    forward_inputs,
-    path_of,
-)
+from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
@@ -47,8 +43,8 @@ logger = logging.getLogger(__name__)
 #: (outputs, inputs) -> scalar
 Loss = Callable[[Any, Any], torch.Tensor]
 
-#: questions of the code about values of inputs that are answered the other way in one more trace, to see whether the
-#: graph depends on the answer; of any further question it is taken to
+#: the most questions about values of inputs for each of which one more trace, in which the answer is the other one,
+#: tells whether the graph depends on the answer; the graph is taken to depend on the answers to all further questions
 MOST_TRIED = 8
 
 #: traces in which like layers run once; after each, layers that did something else than the one they stood for get a
@@ -72,7 +68,7 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
         if any(around in found for around in enclosing(name)):
             continue
         layers = [
-            (f"{name}.{child_name}" if name else child_name, child)
+            (joined_name(name, child_name), child)
             for child_name, child in container.named_children()
             if child_name.isdecimal() and any(True for _ in child.children()) and any(True for _ in child.parameters())
         ]
@@ -294,7 +290,7 @@ def _digests(calling: CallNotes) -> dict[str, tuple[str, ...]]:
     }
 
 
-def accumulated_hooks(model: nn.Module) -> str:
+def why_untouched(model: nn.Module) -> str:
     """Why the model's parameters must stay as they are: the first one with a hook on its accumulated gradient; "" where
     none has any. Distributing the parameter would leave the hook behind, or show it one data-parallel rank's gradient.
     """

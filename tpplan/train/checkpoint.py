@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from tpplan.apply.model_match import plan_name
+from tpplan.apply.rank_agreement import all_ranks
 from tpplan.core.errors import UsageError, WeightsError
 from tpplan.stages.stage_model import names_elsewhere
 from tpplan.train.checkpoint_folder import (
@@ -55,7 +56,7 @@ from tpplan.train.checkpoint_metadata import (
     tensors_in,
 )
 from tpplan.train.load_weights import BuildModel, make_memory, prepare_buffers
-from tpplan.train.materialize import all_ranks, raise_together, targets_of
+from tpplan.train.materialize import raise_together, targets_of
 from tpplan.train.optimizer_state import (
     empty_states,
     leave_out,
@@ -175,7 +176,7 @@ def _begun(
     extras: Mapping[str, Any] | None,
     keep: int | None,
 ) -> tuple[Path, dict[str, Tensor], bytes]:
-    """The folder to write into, which all ranks see, and _gathered; `verb` is named in errors."""
+    """The folder to write into, which all ranks see, and what _gathered returns; `verb` is named in errors."""
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     blob = b""
@@ -290,7 +291,7 @@ def _read_state(place: Path) -> dict[str, Any]:
     try:
         state = torch.load(place / _STATE, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise WeightsError(f"{place / _STATE}: cannot be read: {error}") from error
+        raise WeightsError(f"{place / _STATE}: cannot be read: {error}; pass the path of another checkpoint") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise WeightsError(
@@ -298,7 +299,7 @@ def _read_state(place: Path) -> dict[str, Any]:
             "with the version of tpplan that saved it"
         )
     if problem := _malformed(state):
-        raise WeightsError(f"{place / _STATE}: {problem}")
+        raise WeightsError(f"{place / _STATE}: {problem}: no save_checkpoint writes this; pass another checkpoint")
     return state
 
 
@@ -358,7 +359,10 @@ def _found(path: Path) -> Path:
         return path
     latest = latest_checkpoint(path)
     if latest is None:
-        raise WeightsError(f"{path}: no checkpoint there, and none in a folder in it")
+        raise WeightsError(
+            f"{path}: no checkpoint there, and none in a folder in it: pass a checkpoint, or the folder that was given "
+            "to save_checkpoint"
+        )
     return latest
 
 

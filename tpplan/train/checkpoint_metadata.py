@@ -159,9 +159,16 @@ def read_metadata(place: Path) -> Metadata:
     try:
         return _checked(_Unpickler(io.BytesIO(content)).load())
     except _RefusedError as error:
-        raise WeightsError(f"{path}: {error}") from None
+        raise WeightsError(f"{path}: {error}; pass another checkpoint") from None
     except Exception as error:
-        raise WeightsError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        raise WeightsError(
+            f"{path}: cannot be read: {type(error).__name__}: {error}; pass another checkpoint"
+        ) from error
+
+
+def name_in(state_key: str) -> str:
+    """The name of the parameter in the key of an optimizer state of it: STATE_PREFIX, the name, "/", the state."""
+    return state_key.removeprefix(STATE_PREFIX).rpartition("/")[0]
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -266,7 +273,9 @@ def check_model(place: Path, own: Mapping[str, tuple[int, ...]], stored: Mapping
         if names
     ]
     if problems:
-        raise WeightsError(f"{place} is of another model: {'; '.join(problems)}")
+        raise WeightsError(
+            f"{place} is of another model: {'; '.join(problems)}; load it into the model that it was saved from"
+        )
 
 
 def check_optimizer(
@@ -295,13 +304,11 @@ def check_optimizer(
                 "same groups"
             )
     shapes = {name: own[MODEL_PREFIX + name] for group in own_groups for name in group if MODEL_PREFIX + name in own}
-    states = {
-        full: full.removeprefix(STATE_PREFIX).rpartition("/")[0] for full in stored if full.startswith(STATE_PREFIX)
-    }
-    others = [full for full, name in states.items() if stored[full] != shapes.get(name)]
+    states = [full for full in stored if full.startswith(STATE_PREFIX)]
+    others = [full for full in states if stored[full] != shapes.get(name_in(full))]
     others += [str(name) for name in saved["scalars"] if name not in shapes]
     if others:
         raise WeightsError(
             f"{place}: the checkpoint has states of parameters that this optimizer does not hold, or in another shape: "
-            f"{listed(others)}"
+            f"{listed(others)}; make it for the same parameters, or load without the optimizer"
         )

@@ -52,7 +52,7 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
-    """A call that made or changed storages. Tensors among its arguments are Views, or constants with data."""
+    """A call that made or changed storages. Tensors among its arguments are StorageViews, or have data."""
 
     function: Any
     arguments: tuple[Any, ...]

@@ -29,9 +29,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, untyped
 
-from tpplan.core.errors import RankFailedError
-from tpplan.torch_internals.groups import PrefixStore, Store, default_store
+from tpplan.core.errors import RankFailedError, first_line
+from tpplan.torch_internals.groups import default_store
 
 #: prefix of a verdict on stderr
 SAID = "tpplan: error: "
@@ -251,10 +252,9 @@ class _Watch:
         return self.store.get(key) if self.store.check([key]) else b""
 
     def _without_store(self, error: Exception) -> str:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return (
             "rank 0, or another process that holds the process group's store, is gone: it was killed, or ended before "
-            f"the others ({reason})"
+            f"the others ({first_line(error)})"
         )
 
 

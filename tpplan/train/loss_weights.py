@@ -35,8 +35,11 @@ def loss_weights(model: nn.Module, num_tokens: Sequence[int | float | Tensor]) -
     if not len(num_tokens):
         raise UsageError("loss_weights: expected a number of tokens for each micro-batch, got none")
     mesh = mesh_of(model)
-    if mesh is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise UsageError("loss_weights: no plan was applied to this model, so its data-parallel ranks are unknown")
+    if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UsageError(
+            "loss_weights: no plan was applied to this model, so its data-parallel ranks are unknown: pass the model "
+            "that apply_plan returned"
+        )
     device = mesh.device_type if mesh is not None else "cpu"
     counts = torch.stack([torch.as_tensor(count).to(device, torch.float64) for count in num_tokens])
     total, num_ranks = counts.sum(), 1

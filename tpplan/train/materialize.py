@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.apply.model_match import modules_by_name, plan_name
+from tpplan.apply.rank_agreement import all_ranks, raise_on_all_ranks
 from tpplan.core.errors import ModelError, TpplanError, WeightsError
+from tpplan.core.graph import joined_name
 from tpplan.torch_internals.modules import is_persistent, own_buffers
 from tpplan.torch_internals.tensors import is_strided_shard, spec_of
 from tpplan.torch_internals.tensors import local_part as local_tensor
@@ -55,7 +57,7 @@ def _stateful(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module_name, module in modules_by_name(model).items():
         for name, buffer in own_buffers(module).items():
             if buffer is not None and is_persistent(module, name):
-                yield f"{module_name}.{name}".removeprefix("."), buffer
+                yield joined_name(module_name, name), buffer
 
 
 def reshard_fsdp(model: nn.Module) -> None:
@@ -104,13 +106,16 @@ def _sharded_dim(placement: Placement) -> int | None:
         case _ if is_strided_shard(placement):
             return int(placement.dim)  # type: ignore[attr-defined]
         case _:
-            raise TpplanError(f"expected a parameter that is sharded or replicated on each mesh axis, got {placement}")
+            raise TpplanError(
+                f"expected a parameter that is sharded or replicated on each mesh axis, got {placement}: lay the model "
+                "out by tpplan.apply_plan"
+            )
 
 
 def others_on_meta(model: nn.Module) -> dict[str, Tensor]:
     """Returns buffers and tensor attributes of modules that are on the meta device, by name; no parameters."""
     return {
-        f"{module_name}.{name}".removeprefix("."): tensor
+        joined_name(module_name, name): tensor
         for module_name, module in modules_by_name(model).items()
         for name, tensor in _held(module).items()
         if tensor.is_meta
@@ -159,7 +164,7 @@ def _device(model: nn.Module) -> torch.device:
             return _own_device(parameter.device_mesh.device_type)
         if not parameter.is_meta:
             return parameter.device
-    is_nccl = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    is_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
     return _own_device("cuda" if is_nccl and torch.cuda.is_available() else "cpu")
 
 
@@ -172,16 +177,7 @@ def _own_device(device_type: str) -> torch.device:
 
 def raise_together(error: Exception | None) -> None:
     """Raises on every rank if any rank passes an error: its own error, else WeightsError that names the failed rank."""
-    problems = all_ranks("" if error is None else _description(error))
-    if error is not None:
-        raise error
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise WeightsError(f"rank {rank}: {problem}")
-
-
-def _description(error: Exception) -> str:
-    return str(error) if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
+    raise_on_all_ranks(error, WeightsError)
 
 
 def check_same_on_ranks(what: str, value: str) -> None:
@@ -192,19 +188,6 @@ def check_same_on_ranks(what: str, value: str) -> None:
             f"the ranks have different {what}: rank 0 has {values[0]}, rank {others[0]} has {values[others[0]]}; pass "
             "the same on every rank"
         )
-
-
-def all_ranks(value: str) -> list[str]:
-    """Returns the values of all ranks, by rank; without a process group only this process's value."""
-    if (
-        not (dist.is_available() and dist.is_initialized())
-        or dist.get_world_size() == 1
-        or dist.get_backend() == "fake"
-    ):
-        return [value]
-    gathered = [""] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def listed(names: list[str]) -> str:

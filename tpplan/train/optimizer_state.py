@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from tpplan.apply.pipeline import OF_STAGES
 from tpplan.core.errors import UsageError
-from tpplan.train.checkpoint_metadata import MODEL_PREFIX, STATE_PREFIX, tensors_in
+from tpplan.train.checkpoint_metadata import MODEL_PREFIX, STATE_PREFIX, name_in, tensors_in
 
 
 def state_key(name: str, key: str) -> str:
+    """The key in a checkpoint of a parameter's optimizer state `key`."""
     return f"{STATE_PREFIX}{name}/{key}"
 
 
@@ -50,6 +51,10 @@ def parameter_names(names: Mapping[int, str], optimizer: Optimizer) -> list[list
 
 
 def saved_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> SavedOptimizer:
+    """Returns an optimizer's state by parameter name; `names` are the model's, by the parameter's id.
+
+    Raises UsageError for a parameter that is not the model's, and for a state that a checkpoint cannot hold.
+    """
     of_groups = parameter_names(names, optimizer)
     state = optimizer.state_dict()
     flat = [name for group in of_groups for name in group]
@@ -101,9 +106,9 @@ def empty_states(metadata: Metadata, names: Mapping[int, str], optimizer: Optimi
     states: dict[str, dict[str, Tensor]] = {}
     for full, stored in tensors_in(metadata).items():
         if full.startswith(STATE_PREFIX):
-            name, _, key = full.removeprefix(STATE_PREFIX).rpartition("/")
+            name = name_in(full)
             room = torch.empty_like(by_name[name].detach(), dtype=stored.properties.dtype)
-            states.setdefault(name, {})[key] = room
+            states.setdefault(name, {})[full.rpartition("/")[2]] = room
     return states
 
 
@@ -113,6 +118,8 @@ def load_optimizer(
     states: Mapping[str, Mapping[str, Tensor]],
     saved: Mapping[str, Any],
 ) -> None:
+    """Loads into an optimizer the `states` that empty_states made and torch filled, and the `saved` scalars and groups,
+    which check_optimizer has compared with the optimizer's own."""
     of_groups = parameter_names(names, optimizer)
     numbers = {name: number for number, name in enumerate(chain.from_iterable(of_groups))}
     entries: dict[int, dict[str, Any]] = {}
@@ -148,15 +155,10 @@ def leave_out(elsewhere: Collection[str], state: dict[str, Any], metadata: Metad
         return
     for full in list(metadata.state_dict_metadata):
         own = full.removeprefix(MODEL_PREFIX)
-        if own in elsewhere or (full.startswith(STATE_PREFIX) and _name_in(full) in elsewhere):
+        if own in elsewhere or (full.startswith(STATE_PREFIX) and name_in(full) in elsewhere):
             del metadata.state_dict_metadata[full]
     if state["optimizer"] is not None:
         for group in state["optimizer"]["groups"]:
             group["params"] = [name for name in group["params"] if name not in elsewhere]
         scalars = state["optimizer"]["scalars"]
         state["optimizer"]["scalars"] = {name: own for name, own in scalars.items() if name not in elsewhere}
-
-
-def _name_in(full: str) -> str:
-    """The parameter's name in the key of a saved state of it."""
-    return full.removeprefix(STATE_PREFIX).rpartition("/")[0]

@@ -137,7 +137,7 @@ def _make_folder(place: Path) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WeightsError(f"{place}: cannot be made: {error}") from error
+        raise WeightsError(f"{place}: the folder cannot be made: {error}; pass another one") from error
     if there := sorted(path for path in place.glob("*.safetensors*") if not path.name.startswith(".")):
         raise WeightsError(f"{place}: has {there[0].name} already: pass another folder, or remove the old files")
 
@@ -200,8 +200,8 @@ def _publish(place: Path, files: Mapping[str, Sequence[_Entry]]) -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1

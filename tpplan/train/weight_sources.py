@@ -138,7 +138,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     single = path / "model.safetensors"
     files: list[Path] = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise WeightsError(f"{path}: no *.safetensors there")
+        raise WeightsError(f"{path}: no *.safetensors there: pass a safetensors file, or a folder with some")
     return dict.fromkeys(files)
 
 
@@ -181,4 +181,4 @@ def _opened(file: Path) -> Any:
     try:
         return safetensors_package().safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # its own error class is made in Rust and derives from Exception
-        raise WeightsError(f"{file}: cannot be read as safetensors: {error}") from error
+        raise WeightsError(f"{file}: cannot be read as safetensors: {error}; fetch the file again") from error

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpplan.core.errors import PlanMismatchError
 from tpplan.costs.prediction.step_time import step_time
-from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.search.models.model_spec import ModelSpec
@@ -38,9 +36,7 @@ def against_trace(plan: Plan, path: Path, spec: ModelSpec, profile: HardwareProf
     trace = Trace.load(path)
     subject = Subject.of_plan(plan, spec.build_model, spec.example_inputs, spec.loss, profile=profile)
     traces = TraceCache(subject, Reuse())
-    assignment = traces.traced(plan.batch.micro_batch).assignment_of(plan)
-    if isinstance(assignment, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    assignment = traces.traced(plan.batch.micro_batch).fitting(plan)
     per_node, executor = plan.cluster.gpus_per_node, traces.reuse.executor
     measured = trace.parts(is_tp=plan.mesh.tp > 1)
     predicted = in_measured_parts(step_time(assignment, profile, per_node, executor).time_s)

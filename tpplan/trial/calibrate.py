@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from tpplan.core.errors import PlanMismatchError
 from tpplan.costs.prediction.step_time import step_time
-from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
@@ -58,9 +56,7 @@ class Calibration:
     after_s: tuple[float, ...]
 
 
-def calibrated(
-    runs: Sequence[Run], spec: ModelSpec, profile: HardwareProfile, *, name: str, reuse: Reuse | None = None
-) -> Calibration:
+def calibrated(runs: Sequence[Run], spec: ModelSpec, profile: HardwareProfile, *, name: str) -> Calibration:
     """Fits a profile's numbers to runs on the machine.
 
     The residual that the profile gives them is sqrt(sum of squared log errors / (n - k)) for n runs and k numbers. With
@@ -69,8 +65,8 @@ def calibrated(
 
     Raises PlanMismatchError for a plan that does not fit the model, and ProfileError for what the profile lacks.
     """
-    shared = reuse or Reuse()
-    predictions = [_prediction(run, spec, profile, shared) for run in runs]
+    reuse = Reuse()
+    predictions = [_prediction(run, spec, profile, reuse) for run in runs]
     fits_overlap = profile.device_type == "cuda" and len(runs) > 1
     overlaps = [i / _OVERLAP_STEPS for i in range(_OVERLAP_STEPS + 1)] if fits_overlap else [profile.overlap_slowdown]
 
@@ -125,9 +121,7 @@ def _prediction(
     """A function of the profile: predicted seconds of a step of the run's plan."""
     plan = run.plan
     subject = Subject.of_plan(plan, spec.build_model, spec.example_inputs, spec.loss, profile=profile)
-    assignment = TraceCache(subject, reuse).traced(plan.batch.micro_batch).assignment_of(plan)
-    if isinstance(assignment, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    assignment = TraceCache(subject, reuse).traced(plan.batch.micro_batch).fitting(plan)
     per_node, known = plan.cluster.gpus_per_node, dict[tuple[float, float], float]()
 
     def predicted(changed: HardwareProfile) -> float:
@@ -154,17 +148,16 @@ def _least(function: Callable[[float], float]) -> float:
     return math.exp((low + high) / 2)
 
 
-def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile, reuse: Reuse | None = None) -> Plan:
+def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile) -> Plan:
     """The plan that is best with another profile, on the same GPUs with the same batch and pins; unproven, for
     comparison alone. Raises InfeasibleError where none fits."""
-    length = plan.batch.seq_len if spec.has_length else None
     per_node = min(plan.cluster.gpus_per_node, profile.gpus_per_node)
     return solve(
         spec.build_model,
         spec.example_inputs,
         cluster=Cluster(gpus=plan.mesh.num_gpus, gpus_per_node=per_node, profile=profile),
         global_batch=plan.batch.global_batch,
-        seq_len=length,
+        seq_len=plan.batch.seq_len if spec.has_length else None,
         loss=spec.loss,
         unused_outputs=spec.unused_outputs,
         precision=plan.precision,
@@ -174,15 +167,14 @@ def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile, reuse: R
         memory_limit_bytes=plan.predicted.memory_limit_bytes,
         pins=plan.request.pins if plan.request is not None else {},
         prove=False,
-        reuse=reuse,
     )
 
 
 def chooses_alike(one: Plan, other: Plan) -> bool:
-    """True where two plans make the same choices: mesh, micro-batch, layouts, recomputation and resharding."""
+    """True where two plans make the same choices: mesh, micro-batch, layouts, recomputation, and how FSDP shards."""
     return _choices(one) == _choices(other)
 
 
 def _choices(plan: Plan) -> tuple[object, ...]:
     layouts = plan.parameter_plans(), plan.boundary_plans(), plan.size_plans(), plan.buffer_plans()
-    return plan.mesh, plan.batch, *layouts, plan.recomputed_modules(), plan.resharded_units()
+    return plan.mesh, plan.batch, *layouts, plan.recomputed_modules(), plan.resharded_units(), plan.units_over_tp()

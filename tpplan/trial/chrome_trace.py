@@ -27,7 +27,8 @@ from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, TE
 MEASURED_PARTS = (COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL, FSDP_COPIES, OPTIMIZER)
 #: names of ranges
 STEP_RANGE, OPTIMIZER_STEP, OPTIMIZER_RANGE, FSDP_RANGE = "ProfilerStep#", "Optimizer.step", "Optimizer.", "FSDP::"
-_DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: categories of what a device runs
+DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _FUNCTIONAL, _PROCESS_GROUP = "_c10d_functional::", "c10d::"
 _MICROSECOND = 1e-6
 
@@ -45,6 +46,11 @@ class Event:
     end: float
     thread: object
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """From start to end in seconds."""
+        return (self.end - self.start) * _MICROSECOND
 
     @property
     def span(self) -> Span:
@@ -84,7 +90,7 @@ class Trace:
     @property
     def is_of_gpu(self) -> bool:
         """True where kernels of a device were traced."""
-        return any(event.category in _DEVICE_WORK for event in self.events)
+        return any(event.category in DEVICE_WORK for event in self.events)
 
     def parts(self, *, is_tp: bool) -> dict[str, float]:
         """Seconds of a step by part, the mean over the traced ones; their sum is the step. Without tensor parallelism
@@ -138,7 +144,7 @@ class Trace:
 
     def _device_parts(self) -> Counter[str]:
         """Microseconds of the device by part. What hides a collective is not counted as the collective's."""
-        work = [event for event in self.events if event.category in _DEVICE_WORK]
+        work = [event for event in self.events if event.category in DEVICE_WORK]
         ranges = [event for event in self.events if event.category == "gpu_user_annotation"]
         in_optimizer = _merged(e.span for e in ranges if e.name.startswith(OPTIMIZER_RANGE))
         in_fsdp = _merged(e.span for e in ranges if e.name.startswith(FSDP_RANGE))

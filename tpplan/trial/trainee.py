@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from tpplan.apply.apply import apply_plan, no_sync
 from tpplan.apply.autocast import autocast_of
-from tpplan.plan.plan import Compile, Plan, Precision
+from tpplan.plan.plan import Compile, Plan
 from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.subject import in_precision
 from tpplan.torch_internals import pytree
-from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.forward_arguments import Inputs, called_on
 from tpplan.train.deferred_init import Recording, record
 from tpplan.train.load_weights import fill
 from tpplan.train.materialize import Box, targets_of
@@ -90,9 +91,8 @@ class Trainee:
         count = len(self.micro_batches)
         for i, inputs in enumerate(self.micro_batches):
             with contextlib.nullcontext() if i + 1 == count else no_sync(self.model):
-                accepted = forward_inputs(self.model, inputs)
                 with autocast_of(self.plan, self.device.type):
-                    outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
+                    outputs = called_on(self.model, inputs)
                     loss = self.subject.loss(outputs, inputs) / count
                 del outputs
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -103,13 +103,8 @@ class Trainee:
 def _micro_batch(plan: Plan, spec: ModelSpec, number: int, device: torch.device) -> Inputs:
     """Micro-batch `number` of the global batch, the same on all ranks that read it."""
     torch.manual_seed(number)
-    made = spec.example_inputs(plan.batch.micro_batch, plan.batch.seq_len)
-    is_half = plan.precision is Precision.BF16
-
-    def placed(tensor: Tensor) -> Tensor:
-        return tensor.to(device, torch.bfloat16 if is_half and tensor.dtype == torch.float32 else tensor.dtype)
-
-    found: Inputs = pytree.tree_map_only(Tensor, placed, made)
+    made = in_precision(spec.example_inputs(plan.batch.micro_batch, plan.batch.seq_len), plan.precision)
+    found: Inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
     return found
 
 
@@ -125,6 +120,6 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device's kernels."""
+    """Waits for the kernels of all streams of a GPU, FSDP's among them; returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

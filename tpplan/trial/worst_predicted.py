@@ -13,7 +13,7 @@ from tpplan.costs.runs.execute import Executor
 from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
-from tpplan.trial.chrome_trace import Event, Trace, is_collective
+from tpplan.trial.chrome_trace import DEVICE_WORK, Event, Trace, is_collective
 
 #: names of collectives in traces: of torch's process groups, and of gloo's own events
 _KINDS = {
@@ -29,7 +29,6 @@ _KINDS = {
     "alltoall_base": Collective.ALL_TO_ALL,
 }
 _GLOO, _ATEN = "gloo:", "aten::"
-_SECONDS = 1e-6
 
 Shapes = tuple[tuple[int, ...], ...]
 Key = tuple[str, Shapes]
@@ -156,9 +155,7 @@ class _Durations:
         if not trace.is_of_gpu:
             return cls(None)
         kernels = {
-            event.arguments.get("correlation"): (event.end - event.start) * _SECONDS
-            for event in trace.events
-            if event.category in ("kernel", "gpu_memcpy", "gpu_memset")
+            event.arguments.get("correlation"): event.seconds for event in trace.events if event.category in DEVICE_WORK
         }
         launched: dict[object, list[tuple[float, float]]] = defaultdict(list)
         for event in trace.events:
@@ -169,7 +166,7 @@ class _Durations:
 
     def of_event(self, event: Event) -> float:
         if self.launched is None:
-            return (event.end - event.start) * _SECONDS
+            return event.seconds
         own = self.launched.get(event.thread, ())
         low, high = bisect_left(own, (event.start, 0.0)), bisect_left(own, (event.end, 0.0))
         return sum(seconds for _, seconds in own[low:high])
@@ -190,7 +187,7 @@ def collective_rows(trace: Trace, plan: Plan, profile: HardwareProfile) -> list[
         if kind is not None:
             own = measured[_named(kind, trace.axis_of(event), is_gpu=trace.is_of_gpu)]
             own[0] += 1
-            own[1] += (event.end - event.start) * _SECONDS
+            own[1] += event.seconds
     predicted: dict[str, float] = defaultdict(float)
     for row in plan.collectives:
         group, kind = plan.mesh.group(Axis(row.axis), plan.cluster.gpus_per_node), Collective(row.kind)

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import Converter
 from tpplan.apply.collectives.tp_gradients import Reducer
-from tpplan.apply.modules.applied_mesh import mesh_of_experts
+from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, mesh_of_experts, mesh_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import ROOT
+from tpplan.costs.runs.kernels import dtype_name
 from tpplan.experts.exchange import Counts
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_in
@@ -67,6 +68,9 @@ class Issued:
     dtype: str
     num_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind} of {self.num_bytes} bytes ({self.dtype}) over {self.axis}, {self.during}"
+
 
 class CollectiveLog(TorchDispatchMode):
     """A mode that logs collectives in `issued`; the code that runs the step says which pass begins."""
@@ -80,6 +84,10 @@ class CollectiveLog(TorchDispatchMode):
         self._groups = _groups(mesh, AXES)
         if (of_experts := mesh_of_experts(model)) is not None:
             self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
+        if (over_tp := mesh_over_tp(model)) is not None:
+            for axis, name in ((Axis.REPLICATE, REPLICATE), (Axis.SHARD_TP, SHARD_TP)):
+                group = over_tp.get_group(name)
+                self._groups.setdefault(str(group.group_name), (str(axis), group.size()))
         self._modules = dict(_converters(model))
         #: (counts, module) of exchanges of experts' rows, by the counts' id, which backward has too
         self._exchanges: dict[int, tuple[Counts, str]] = {}
@@ -112,7 +120,7 @@ class CollectiveLog(TorchDispatchMode):
             kind=str(kind) if kind is not None else name,
             axis=axis,
             during=Pass.STEP if isinstance(owner, Reducer | Averager) else self._during,
-            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+            dtype=dtype_name(tensors[0].dtype) if tensors else "none",
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
 
@@ -188,11 +196,7 @@ class Difference:
     issued: int
 
     def __str__(self) -> str:
-        found = self.collective
-        return (
-            f"{found.where}: {found.kind} of {found.num_bytes} bytes ({found.dtype}) over {found.axis}, "
-            f"{found.during}: planned {self.planned}, issued {self.issued}"
-        )
+        return f"{self.collective}: planned {self.planned}, issued {self.issued}"
 
 
 def listed(plan: Plan) -> Counter[Issued]:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,6 +16,8 @@ import torch.distributed as dist
 
 from tpplan import solvers
 from tpplan.apply.recompute import KEPT_OPS
+from tpplan.core.errors import first_line
+from tpplan.core.files import version_of
 from tpplan.core.mesh import Axis
 from tpplan.layouts import rules
 from tpplan.search.models.user_model import load_model_file
@@ -92,19 +93,11 @@ def tried(name: str) -> Finding:
     try:
         return _PARTS[name](name)
     except Exception as error:  # any failure is a finding
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        return Finding(name=name, state=State.FAILS, said=f"{type(error).__name__}: {reason}")
+        return Finding(name=name, state=State.FAILS, said=f"{type(error).__name__}: {first_line(error, 'no message')}")
 
 
 def _own_versions() -> str:
-    return f"{_version('tpplan')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return f"{version_of('tpplan', '')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
 
 
 def _torch(name: str) -> Finding:
@@ -159,7 +152,7 @@ def _solvers(name: str) -> Finding:
         if entry.automatic and entry.name in solvers.available():
             found = solvers.solve(problem, solver=entry.name)
             library = entry.requires[0]
-            (right if found.objective == 1.0 else wrong).append(f"{entry.name} ({library} {_version(library)})")
+            (right if found.objective == 1.0 else wrong).append(f"{entry.name} ({library} {version_of(library, '')})")
     said = ", ".join((*right, *(f"{one}: wrong" for one in wrong))) or "none is installed: pip install highspy"
     return Finding(name=name, state=State.WORKS if right and not wrong else State.FAILS, said=said)
 
@@ -188,8 +181,8 @@ def _operators(name: str) -> Finding:
 
 
 def _optional(name: str) -> Finding:
-    there = [f"{package} {found}" for package in _OPTIONAL if (found := _version(package))]
-    absent = [f"no {package}" for package in _OPTIONAL if not _version(package)]
+    there = [f"{package} {found}" for package in _OPTIONAL if (found := version_of(package, ""))]
+    absent = [f"no {package}" for package in _OPTIONAL if not version_of(package, "")]
     return Finding(name=name, state=State.WORKS if there else State.ABSENT, said=", ".join((*there, *absent)))
 
 

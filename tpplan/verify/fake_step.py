@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,17 +25,19 @@ from tpplan.apply.autocast import autocast_of
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
+from tpplan.core.errors import UsageError
 from tpplan.core.mesh import AXES
 from tpplan.costs.runs.gpu_kernels import fused_attention, fused_rms_norm
 from tpplan.experts import exchange
 from tpplan.plan.optimizers import optimizer_named
-from tpplan.plan.plan import Pass, Plan, Precision
+from tpplan.plan.plan import Pass, Plan
+from tpplan.search.models.subject import in_precision
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensorMode
 from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.parallel import FSDPMemTracker, MemTracker, Tracker
 from tpplan.torch_internals.tensors import local_part
-from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.forward_arguments import Inputs, called_on
 from tpplan.trace.trace import Loss
 from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
@@ -88,10 +90,10 @@ def _evenly(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
     """Peak memory of a step with the plan applied: equal micro-batches, then the optimizer. The step before it, in
-    which the optimizer makes its states, does not count. Raises KeyError for an optimizer that torch's tracker measures
-    wrong."""
+    which the optimizer makes its states, does not count. Raises UsageError for an optimizer that torch's tracker
+    measures wrong."""
     if not optimizer_named(plan.optimizer).is_tracked:
-        raise KeyError(plan.optimizer)
+        raise UsageError(f"the optimizer {plan.optimizer} cannot be tracked: torch's tracker measures it wrong")
     tracked = fake_step(build_model, inputs, loss, plan).tracked
     assert tracked is not None
     return tracked
@@ -106,20 +108,19 @@ def fake_step(
     DTensor has met every operator (at the first call of one it makes fake results as large as the full tensor).
     Raises what apply_plan raises.
     """
-    degrees = tuple(plan.mesh.size(axis) for axis in AXES)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Parameters that must stay as they are may be captured when the model is built, so they are built as fakes.
     with fake_group(plan.mesh.num_gpus), gpu_kernels():
         with mode if plan.untouched is not None else torch.device("meta"):
             model = build_model()
         answers = answers_of(model, inputs, loss)
-        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, AXES)))
+        mesh = mesh_of(plan, "cpu")
         model = apply_plan(model, plan, mesh=mesh)
         log = CollectiveLog(model, mesh)
         with mode:
             if plan.untouched is None:
                 model.to_empty(device="cpu")
-            faked = pytree.tree_map_only(Tensor, lambda tensor: _given(tensor, plan, mode), inputs)
+            faked = pytree.tree_map_only(Tensor, mode.from_tensor, in_precision(inputs, plan.precision))
             can_be_tracked = optimizer_named(plan.optimizer).is_tracked
             optimizer = torch_optimizer(plan.optimizer if can_be_tracked else "sgd", model.parameters())
             with answered(answers):
@@ -130,6 +131,12 @@ def fake_step(
                     shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
                     tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked and can_be_tracked else None,
                 )
+
+
+def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
+    """The plan's mesh over all ranks of the default process group."""
+    degrees = tuple(plan.mesh.size(axis) for axis in AXES)
+    return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, AXES)))
 
 
 def _local_shape(weight: Tensor) -> tuple[int, ...]:
@@ -147,12 +154,6 @@ def _peak(model: nn.Module, inputs: Inputs, loss: Loss, plan: Plan, optimizer: t
         one.track_inputs(tuple(_tensors(inputs)))
     known = _tracked(as_it_is, None, model, inputs, loss, plan, optimizer).peak_bytes
     return _tracked(tracker, known, model, inputs, loss, plan, optimizer)
-
-
-def _given(tensor: Tensor, plan: Plan, mode: FakeTensorMode) -> Tensor:
-    """A fake input in the plan's precision."""
-    is_cast = plan.precision is Precision.BF16 and tensor.dtype == torch.float32
-    return mode.from_tensor(tensor.to(torch.bfloat16) if is_cast else tensor)
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
@@ -186,7 +187,6 @@ def _step(
     tracker: MemTracker | None = None,
 ) -> None:
     count = plan.batch.accumulation_steps
-    accepted = forward_inputs(model, inputs)
     for i in range(count):
         if tracker is not None:
             tracker.reset_mod_stats()  # without it a tracker takes one call of the model only
@@ -194,12 +194,12 @@ def _step(
             if log is not None:
                 log.begin(Pass.FORWARD)
             with autocast_of(plan, "cpu"):
-                outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+                outputs = called_on(model, inputs)
                 scaled = loss(outputs, inputs) / count
             del outputs  # otherwise they would be alive throughout backward
             if log is not None:
                 log.begin(Pass.BACKWARD)
             scaled.backward()  # type: ignore[no-untyped-call]
-    for _ in range(1 if log is None else 2):
+    for _ in range(1 if log is None else 2):  # the first step of all, which is logged, makes the optimizer's states
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import seeming_real
 from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
 from tpplan.trace.answers.planned_device import asking_line
-from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.forward_arguments import Inputs, called_on
 from tpplan.trace.trace import Loss, quiet
 
 #: by line of code, the answers that it got, in order
@@ -30,11 +30,9 @@ def answers_of(model: nn.Module, inputs: Inputs, loss: Loss) -> Answers | None:
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     known = ConcreteValues((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     given = pytree.tree_unflatten(placed, spec)
-    accepted = forward_inputs(model, given)
     try:
         with known, quiet():
-            outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
-            loss(outputs, given)
+            loss(called_on(model, given), given)
     except Exception:  # the model's own code may raise anything; the step that follows reports it
         return None
     found: dict[str, list[object]] = {}

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
-from tpplan.core.graph import Boundary, Direction
+from tpplan.core.graph import Boundary, Direction, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
-from tpplan.core.name_patterns import ROOT, holders, module_name
+from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.collectives_of_step import collectives
 from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.prediction.step_time import with_peak
-from tpplan.experts.expert_share import whole_shape
 from tpplan.experts.row_wise import why_not_divided
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
@@ -116,11 +115,8 @@ def _experts_problems(plan: Plan, traced: Traced) -> Iterator[str]:
 
 
 def _fingerprints(traced: Traced) -> Fingerprints:
-    rows = traced.model.named_parameters(remove_duplicate=False)
     return Fingerprints(
-        parameters=parameters_fingerprint(
-            {name: (whole_shape(traced.model, name, w), w.requires_grad) for name, w in rows}
-        ),
+        parameters=parameters_fingerprint(traced.parameters()),
         graph=graph_fingerprint(traced.graph),
         inputs=input_shapes(traced.inputs),
     )
@@ -186,7 +182,12 @@ def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
         "recompute": plan.recompute,
         "opaque": plan.opaque or {},
     }
-    lists = {"draws": plan.draws, "fsdp.units": plan.fsdp.units, "fsdp.exceptions": plan.fsdp.exceptions}
+    lists = {
+        "draws": plan.draws,
+        "fsdp.units": plan.fsdp.units,
+        "fsdp.exceptions": plan.fsdp.exceptions,
+        "fsdp.over_tp": plan.fsdp.over_tp or (),
+    }
     found = {section: [(f".{key}", key) for key in keys] for section, keys in tables.items()}
     return found | {section: [(f"[{i}]", key) for i, key in enumerate(keys)] for section, keys in lists.items()}
 
@@ -197,7 +198,7 @@ def _unit_problems(plan: Plan) -> Iterator[str]:
     for position, key in enumerate(plan.fsdp.units):
         for written, _ in plan.expand(key):
             name = module_name(written)
-            around = next((other for other in (name, *holders(name)) if other in seen), None)
+            around = next(filter(seen.__contains__, enclosing(name)), None)
             if around is not None:
                 yield f"fsdp.units[{position}]: {written} comes after {around or ROOT}, which holds it: move it before"
             seen.add(name)
@@ -207,7 +208,7 @@ def _unit_problems(plan: Plan) -> Iterator[str]:
 
 
 def _dtype_problems(plan: Plan, assignment: Assignment) -> Iterator[str]:
-    """Dtypes that a plan names are those that parameters rest and tensors cross in."""
+    """Yields dtypes that a plan names where parameters rest, or tensors cross, in other ones."""
     planned, boundaries = plan.parameter_plans(), plan.boundary_plans()
     for name, found in parameter_plans(assignment).items():
         if planned[name].dtype != found.dtype:
@@ -232,10 +233,7 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
     for key in (*wanted, *(key for key in given if key not in wanted)):
         if given[key] != wanted[key]:
             at = f"[{keys.index(key)}]" if key in keys else ""
-            yield (
-                f"collectives{at}: {key.where}: {key.kind} of {key.num_bytes} bytes ({key.dtype}) over {key.axis}, "
-                f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
-            )
+            yield f"collectives{at}: {key}: listed {given[key]}, and the plan implies {wanted[key]}"
     first = {key: len(keys) - 1 - i for i, key in enumerate(reversed(keys))}
     yield from (
         f"collectives[{i}]: listed twice, at [{first[key]}] too: add the counts up in one row"
@@ -245,7 +243,7 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
 
 
 def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced, assignment: Assignment) -> Iterator[str]:
-    """Other batches and lengths that the plan is said to hold for, and does not."""
+    """Yields other batches and lengths that the plan is said to hold for, where they are not those of its proof."""
     if plan.proof.other_shapes is None:
         return
     if (found := other_shapes(traces, plan, traced, assignment)) != plan.proof.other_shapes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan, no_sync
@@ -26,16 +26,17 @@ from tpplan.apply.autocast import autocast_of
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.search.models.model_spec import ModelSpec
+from tpplan.search.models.subject import in_precision
 from tpplan.search.models.user_model import load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
-from tpplan.trace.forward_arguments import Inputs, forward_inputs
-from tpplan.trace.trace import accumulated_hooks, quiet
+from tpplan.trace.forward_arguments import Inputs, called_on
+from tpplan.trace.trace import quiet, why_untouched
 from tpplan.verify.collective_log import CollectiveLog, Issued
-from tpplan.verify.fake_step import fake_step
+from tpplan.verify.fake_step import fake_step, mesh_of
 from tpplan.verify.shrink import in_float32
 
 #: share of the model's largest gradient below which differences count as rounding
@@ -61,11 +62,18 @@ class Subject:
         return model.train()
 
     def loss(self, outputs: Any, inputs: Any) -> Tensor:
-        """The spec's loss, or the first scalar with a gradient that the model returns."""
+        """The spec's loss, or the first scalar with a gradient that the model returns. Raises ModelError where there is
+        neither."""
         if self.spec.loss is not None:
             return self.spec.loss(outputs, inputs)
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        return next(leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad)
+        found = next((leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad), None)
+        if found is None:
+            raise ModelError(
+                f"{self.spec.source}: there is no loss to train with: define loss(outputs, inputs), or let the model "
+                "return a scalar"
+            )
+        return found
 
     def micro_batches(self, plan: Plan) -> list[Inputs]:
         """The micro-batches of the global batch, in the order of data ranks. Raises ModelError where inputs do not
@@ -114,9 +122,9 @@ def _parts(leaf: Any, example: Any, count: int) -> Sequence[Any]:
     return leaf.chunk(count, dims[0])
 
 
-def perturb(model: nn.Module, seed: int = 0) -> None:
-    """Adds normal noise to every floating parameter, in place, equal for equal seeds."""
-    generator = torch.Generator().manual_seed(seed)
+def perturb(model: nn.Module) -> None:
+    """Adds normal noise to every floating parameter, in place, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -151,7 +159,7 @@ def reference_step(subject: Subject, plan: Plan) -> Reference:
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     micro_batches = subject.micro_batches(plan)
     # A hook on an accumulated gradient sees the mean over data-parallel ranks of each backward.
-    num_backwards = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
+    num_backwards = plan.batch.accumulation_steps if why_untouched(model) else 0
     loss = (
         _joint_backwards(model, subject, micro_batches, num_backwards)
         if num_backwards
@@ -183,9 +191,7 @@ def _joint_backwards(model: nn.Module, subject: Subject, micro_batches: Sequence
 
 
 def _loss(model: nn.Module, subject: Subject, inputs: Inputs) -> Tensor:
-    accepted = forward_inputs(model, inputs)
-    outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
-    return subject.loss(outputs, inputs)
+    return subject.loss(called_on(model, inputs), inputs)
 
 
 def train_step(
@@ -264,12 +270,6 @@ def check_on_rank(task: Task) -> Findings:
         return examine_model(model, subject, plan, mesh, reference)
 
 
-def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
-    """The plan's mesh over all ranks."""
-    degrees = tuple(plan.mesh.size(axis) for axis in AXES)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, AXES)))
-
-
 def applied(subject: Subject, plan: Plan, mesh: DeviceMesh) -> nn.Module:
     """The model with the plan applied; before that, all ranks but 0 hold garbage in their parameters."""
     model = built(subject)
@@ -292,7 +292,7 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
     loss = train_step(model, subject, own)
     gradients = gradient_errors(named, reference.gradients)
     if plan.precision is not Precision.FP32:
-        own = [_as_taken(inputs, plan) for inputs in own]
+        own = [in_precision(inputs, plan.precision) for inputs in own]
         model = applied(subject, plan, mesh)
     # A first step before the log is on: ranks compare inputs and seeds once, which is no part of a step.
     casting = functools.partial(autocast_of, plan, mesh.device_type)
@@ -309,16 +309,6 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
         issued=tuple(log.issued),
         own_loss=own_loss,
     )
-
-
-def _as_taken(inputs: Inputs, plan: Plan) -> Inputs:
-    """The inputs with float32 tensors in the plan's precision, which the user's training loop would give."""
-    if plan.precision is not Precision.BF16:
-        return inputs
-    found: Inputs = pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor, inputs
-    )
-    return found
 
 
 def _on_device(inputs: Inputs, device_type: str) -> Inputs:

@@ -29,7 +29,8 @@ def smaller_mesh(mesh: Mesh, ranks: int) -> Mesh:
     tp = _largest_divisor(mesh.tp, ranks)
     if tp == 1 < mesh.tp:
         least = divisors(mesh.tp)[1]
-        raise UsageError(f"the plan has tp = {mesh.tp}, which {ranks} rank cannot run: give at least {least} ranks")
+        found = f"{ranks} rank{'s' * (ranks > 1)}"
+        raise UsageError(f"the plan has tp = {mesh.tp}, which {found} cannot run: give at least {least} ranks")
     rest = ranks // tp
     has_both = min(mesh.replicate, mesh.shard) > 1 and rest >= 2 * divisors(mesh.replicate)[1]
     shard = _largest_divisor(mesh.shard, rest // divisors(mesh.replicate)[1] if has_both else rest)
@@ -41,7 +42,8 @@ def _largest_divisor(degree: int, most: int) -> int:
 
 
 def on_mesh(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan on a mesh whose degrees divide its own; each rank keeps its micro-batches.
+    """The plan on a mesh whose degrees divide its own; each rank keeps its micro-batches. FSDP shards no units over
+    shard and tp on a mesh without shards.
 
     Raises UsageError where a size does not carry over, or where slices shared by ranks would not be shared by fewer
     ranks.
@@ -60,6 +62,7 @@ def on_mesh(plan: Plan, mesh: Mesh) -> Plan:
         cluster=replace(plan.cluster, gpus=mesh.num_gpus, gpus_per_node=min(mesh.num_gpus, plan.cluster.gpus_per_node)),
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=replace(batch, global_batch=whole),
+        fsdp=plan.fsdp if mesh.shard > 1 else replace(plan.fsdp, over_tp=None),
         sizes={
             name: tuple(_on_tp(size, name, plan.mesh.tp, mesh.tp) for size in sizes)
             for name, sizes in plan.sizes.items()
@@ -124,6 +127,7 @@ def with_layers(plan: Plan, count: int) -> Plan:
             plan.fsdp,
             units=tuple(filter(is_kept, plan.fsdp.units)),
             exceptions=tuple(filter(is_kept, plan.fsdp.exceptions)),
+            over_tp=tuple(filter(is_kept, plan.fsdp.over_tp or ())) or None,
         ),
         opaque=filtered(plan.opaque) if plan.opaque is not None else None,
     )

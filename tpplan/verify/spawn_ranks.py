@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, untyped
 
 from tpplan.core.errors import RankFailedError, TpplanError
-from tpplan.torch_internals.groups import FileStore
 from tpplan.train.guard import SAID, guard
 
 Result = TypeVar("Result")

@@ -28,6 +28,7 @@ import torch
 
 from tpplan.core.errors import RankFailedError, TpplanError, UsageError, VerificationError
 from tpplan.core.layout import R, local_shape
+from tpplan.core.mesh import Axis
 from tpplan.core.units import format_bytes
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
@@ -122,7 +123,7 @@ def verify_plan(
     subject = Subject(spec=spec, dropped=dropped_layers(loaded, layers) if layers is not None else frozenset())
     ran = _what_ran(loaded, shrunk, dry=dry, layers=layers)
     try:
-        with quiet(), _stage(progress, "prove"):
+        with quiet(), _stage(progress, "prove"), spec.locating():
             is_whole = shrunk is loaded
             proven = prove_plan(shrunk, subject.build, spec.example_inputs, loss=spec.loss, is_as_solved=is_whole)
             whole = proven
@@ -298,13 +299,14 @@ def _on_fakes(task: Task, plan: Plan, timeout_s: float, *, is_alone: bool) -> It
 
 def _shape_check(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Check:
     """Compares local shapes on rank 0 with the placements: sharded over tp as placed, then along dim 0 by FSDP."""
-    lines, divided = [], plan.expert_calls().keys()
+    lines, divided, over_tp = [], plan.expert_calls().keys(), plan.parameters_over_tp()
     for name, parameter in plan.parameter_plans().items():
         ep = plan.mesh.ep if name.rpartition(".")[0] in divided else 1
         own = (parameter.shape[0] // ep, *parameter.shape[1:]) if parameter.shape else ()
         expected = local_shape(own, parameter.placement if plan.mesh.tp > 1 else R, plan.mesh.tp)
         if uses_fsdp(plan.mesh, plan.precision):
-            expected = (-(-expected[0] // (plan.mesh.shard // ep)), *expected[1:])
+            ranks = plan.mesh.size(Axis.SHARD_TP) if name in over_tp else plan.mesh.shard // ep
+            expected = (-(-expected[0] // ranks), *expected[1:])
         if shapes.get(name) != expected:
             lines.append(f"{name}: {list(shapes.get(name, ()))} on rank 0, expected {list(expected)}")
     right = f"{len(shapes)} parameters have the local shapes of their placements"

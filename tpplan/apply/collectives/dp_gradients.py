@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce_in_place
-from tpplan.apply.collectives.tp_gradients import Slot, buckets
+from tpplan.apply.collectives.tp_gradients import Slot, buckets, change_as_one
 from tpplan.core.errors import UsageError
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
 from tpplan.torch_internals.modules import own_parameters
-from tpplan.torch_internals.operators import copy_each
 from tpplan.torch_internals.tensors import accumulated_hooks
 
 #: a function that register_post_accumulate_grad_hook takes
@@ -38,7 +37,8 @@ class Averager:
     slots: list[Slot] = field(default_factory=list)
     hooks: dict[int, tuple[AccumulatedHook, ...]] = field(default_factory=dict)
     is_enabled: bool = True
-    #: the backward (autograd's graph task) at whose end gradients are averaged, and the slots with gradients from it
+    #: the backward (autograd's graph task) at whose end gradients are averaged, and the indices of the slots that got
+    #: gradients in it
     backward: int = NO_BACKWARD
     came: set[int] = field(default_factory=set)
 
@@ -85,7 +85,8 @@ class Averager:
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
 
     def gradient_comes(self, place: int | None = None) -> None:
-        """Queues the averaging at the end of the running backward; `place` is the slot whose gradient came."""
+        """Queues the averaging at the end of the running backward; `place` is the index of the slot whose gradient
+        came, None for a gradient on which no hooks of the user wait."""
         if place is not None:
             self.came.add(place)
         running = running_backward()
@@ -113,12 +114,7 @@ class Averager:
         has_any, came = self.ranks_with(flags)
         wanted = [_gradient_of(slot) for slot, count in zip(self.slots, has_any, strict=True) if count]
         for bucket in buckets(wanted, BUCKET_BYTES):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            self._sum(flat)
-            for group in self.groups:
-                flat.div_(group.size)
-            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            copy_each(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
+            change_as_one(bucket, self._average)
         return {place for place in places if came[place]}
 
     def ranks_with(self, flags: list[list[bool]]) -> list[list[int]]:
@@ -131,6 +127,11 @@ class Averager:
         counted = torch.tensor(flags, dtype=torch.int32, device=self.slots[0].parameter().device)
         self._sum(counted)
         return counted
+
+    def _average(self, x: Tensor) -> None:
+        self._sum(x)
+        for group in self.groups:
+            x.div_(group.size)
 
     def _sum(self, x: Tensor) -> None:
         for group in self.groups:

@@ -14,9 +14,12 @@ Inside `no_sync` summands stay unreduced until the next backward outside it.
 Hooks on a parameter's gradient and torch.autograd.grad need the sum at once: for them each read is all-reduced. A
 gradient that reaches a parameter other than through a read (a weight penalty in the loss) is whole on each rank: where
 it is added to summands, it is divided by t.
+
+Of a weight that FSDP shards over shard and tp, it averages gradients over tp too. A summand is multiplied by t there: t
+times it, averaged over tp, is the sum. What is whole on each rank is its own average.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -47,6 +50,8 @@ class Slot:
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
     #: the last backward in which reads were all-reduced at once
     at_once: int = NO_BACKWARD
+    #: True where FSDP averages the gradient over tp too
+    is_averaged_over_tp: bool = False
 
     def parameter(self) -> nn.Parameter:
         """Returns the parameter that the optimizer holds: FSDP's sharded one, if any."""
@@ -143,6 +148,8 @@ class Reducer:
             slot.at_once = running
             total = all_reduce(summand, "sum", self.group)
             return total / self.group.size if slot.has_partial_gradient and not is_returned else total
+        if slot.is_averaged_over_tp:
+            return summand * self.group.size
         if not slot.has_partial_gradient:
             reduced = slot.gradient()
             if reduced is not None:
@@ -164,7 +171,10 @@ class Reducer:
             if slot.has_partial_gradient and (gradient := slot.gradient()) is not None
         ]
         for bucket in buckets([gradient for _, gradient in due], BUCKET_BYTES):
-            _all_reduce_bucket(bucket, self.group)
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                all_reduce_in_place(bucket[0], self.group)
+            else:
+                change_as_one(bucket, lambda flat: all_reduce_in_place(flat, self.group))
         for slot, _ in due:
             slot.has_partial_gradient = False
 
@@ -184,12 +194,10 @@ def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tenso
             yield [alike[position] for position in positions]
 
 
-def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        all_reduce_in_place(bucket[0], group)
-        return
+def change_as_one(bucket: list[Tensor], change: Callable[[Tensor], None]) -> None:
+    """Changes tensors in place: change(flat) changes a flat copy of all, whose parts are copied back."""
     flat = torch.cat([tensor.flatten() for tensor in bucket])
-    all_reduce_in_place(flat, group)
+    change(flat)
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     copy_each(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 

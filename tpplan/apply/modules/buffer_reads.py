@@ -51,7 +51,8 @@ def check_buffer(name: str, plan: BufferPlan, buffer: Tensor | None, tp: int) ->
         is_slice = layout.dim is not None and layout != ROWS and can_convert(R_STAR, layout)
         if layout != R and not (is_slice and fits(plan.shape, layout, tp)):
             raise PlanError(
-                f"a buffer of shape {list(plan.shape)} cannot be read as {layout} on tp = {tp}",
+                f"a buffer of shape {list(plan.shape)} cannot be read as {layout} on tp = {tp}: read it as R, or name "
+                "a dim that divides by tp",
                 plan_path=f"buffers.{name}.reads.{reader or ROOT}",
             )
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.call_rewriting import own_code
 
-_DROPOUT = (F.dropout, torch.dropout, torch.dropout_)
+_DROPOUT = (torch.dropout, torch.dropout_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from tpplan.apply.modules.applied_mesh import Applied
+from tpplan.apply.modules.applied_mesh import Applied, is_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_optimizers
 from tpplan.core.errors import UsageError
 from tpplan.core.mesh import Axis
 from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.tensors import local_part, without_modes
-from tpplan.trace.forward_arguments import bound_arguments, named_tensors
+from tpplan.trace.forward_arguments import bound_arguments, tensors_by_path
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.hooks.host_rng import states_outside_torch
 
@@ -95,7 +95,8 @@ class _FirstStep:
         self.complaints: dict[str, str] = {}
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares checksums. Raises UsageError on every rank where batches or replicated parameters differ."""
+        """Compares checksums in the first forward with gradients. Raises UsageError on every rank where batches or
+        replicated parameters differ."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.has_begun = True
@@ -107,9 +108,9 @@ class _FirstStep:
         with torch.no_grad(), without_modes():
             self.states = _random_states(mesh.device_type)
             found: Checksums = {
-                "batch": _tensor_checksums(bound_arguments(model, args, kwargs)),
+                "batch": _checksums(tensors_by_path(bound_arguments(model, args, kwargs))),
                 **self.states,
-                "parameters": {name: checksum(tensor) for name, tensor in _replicated(model).items()},
+                "parameters": _checksums(_replicated(model)),
             }
             complaints = _complaints(found, mesh, self.group)
         self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
@@ -196,15 +197,8 @@ def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Mapping[
     )
 
 
-def _tensor_checksums(tree: Mapping[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-
-    def take(path: str, tensor: Tensor) -> Tensor:
-        found[path] = checksum(tensor)
-        return tensor
-
-    named_tensors(dict(tree), take)
-    return found
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _replicated(model: nn.Module) -> dict[str, Tensor]:
@@ -212,7 +206,7 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
     replicated = {
         name: local_part(parameter)
         for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate() and not is_over_tp(parameter)
     }
     return replicated | {name: b for name, b in model.named_buffers() if not isinstance(b, DTensor)}
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.apply.modules.local_sizes import dim_of
-from tpplan.core.errors import PlanMismatchError
+from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim
-from tpplan.trace.forward_arguments import named_tensors, positional_names
+from tpplan.trace.forward_arguments import positional_names, tensors_by_path
 
 
 class OnMismatch(Enum):
@@ -30,6 +30,14 @@ class OnMismatch(Enum):
     RAISE = True
     WARN = "warn"
     NOTHING = False
+
+    @classmethod
+    def of(cls, check: object) -> "OnMismatch":
+        """The reaction that apply_plan's argument `check` says. Raises UsageError for any other value."""
+        try:
+            return cls(check)
+        except ValueError:
+            raise UsageError(f"apply_plan: expected check=True, False or 'warn', got {check!r:.80}") from None
 
 
 def check_shapes(model: nn.Module, plan: Plan, check: OnMismatch) -> None:
@@ -130,15 +138,8 @@ def stands_for_any_size(size: SizePlan) -> bool:
 
 def _tensors(given: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors in the arguments with their paths."""
-    found: list[tuple[str, Tensor]] = []
-
-    def take(path: str, tensor: Tensor) -> Tensor:
-        found.append((path, tensor))
-        return tensor
-
     for name, value in given.items():
         if isinstance(value, Tensor):
-            found.append((name, value))
+            yield name, value
         elif isinstance(value, dict | list | tuple):
-            named_tensors({name: value}, take)
-    yield from found
+            yield from tensors_by_path({name: value}).items()

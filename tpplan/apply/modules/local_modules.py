@@ -41,7 +41,8 @@ from tpplan.trace.hooks.generated_class import BINDING, subclass
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class TensorParallel:
-    """State that all Sites of a model share: the tp axis, the running forwards (innermost last), the reducer."""
+    """State that all bindings of a model's modules share: the tp axis, the running forwards (innermost last), the
+    reducer."""
 
     mesh: DeviceMesh
     group: TpGroup
@@ -331,47 +332,30 @@ def swap_class(module: nn.Module, site: ModuleBinding) -> None:
 def local_class(cls: type[nn.Module], names: tuple[str, ...], buffers: tuple[str, ...] = ()) -> type[nn.Module]:
     """Returns the subclass of cls, with its name, that converts at its boundary and reads parameters `names` and
     `buffers` as local tensors."""
-    namespace: dict[str, Any] = {name: _local_parameter(name) for name in names}
-    namespace |= {name: _local_buffer(name) for name in buffers}
+    namespace: dict[str, Any] = {name: _local(name, own_parameters, ModuleBinding.read) for name in names}
+    namespace |= {name: _local(name, own_buffers, ModuleBinding.read_buffer) for name in buffers}
     if cls.forward is not nn.Module.forward:
         namespace["forward"] = _local_forward(cls)
     return subclass(cls, namespace, local_class, (names, buffers))
 
 
-def _local_parameter(name: str) -> property:
-    def read(self: nn.Module) -> Any:
-        parameters = own_parameters(self)
-        if name not in parameters:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        site: ModuleBinding | None = self.__dict__.get(BINDING)
-        if site is None:
-            return parameters[name]
-        try:
-            return site.read(name, parameters[name])
-        except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the DTensor
-            if isinstance(parameters[name], DTensor):
-                raise as_internal(error) from error
-            raise PlanMismatchError(
-                f"{site.name}.{name} is a plain tensor in place of the parameter, as torch.func.functional_call puts "
-                "it there, and whether it is a rank's slice cannot be told: give a DTensor, or compute with it by "
-                "torch.nn.functional"
-            ) from error
+def _local(
+    name: str, table_of: Callable[[nn.Module], Mapping[str, Any]], read: Callable[[ModuleBinding, str, Any], Any]
+) -> property:
+    """The property in place of a parameter or buffer: the entry `name` of table_of(module), as `read` gives it to the
+    running forward."""
 
-    return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
-
-
-def _local_buffer(name: str) -> property:
-    def read(self: nn.Module) -> Any:
-        buffers = own_buffers(self)
-        if name not in buffers:
+    def local(self: nn.Module) -> Any:
+        held = table_of(self)
+        if name not in held:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         site: ModuleBinding | None = self.__dict__.get(BINDING)
         try:
-            return buffers[name] if site is None else site.read_buffer(name, buffers[name])
-        except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the whole buffer
+            return held[name] if site is None else read(site, name, held[name])
+        except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the entry
             raise as_internal(error) from error
 
-    return property(read, doc=f"{name}: the buffer, or during a forward this rank's slice of it")
+    return property(local, doc=f"{name}: the entry of the module's table, or during a forward this rank's part of it")
 
 
 def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -109,8 +109,17 @@ class ParameterReads:
 
     @own_code
     def converted(self, parameter: nn.Parameter, converter: Converter | None) -> Tensor:
-        """Returns the local tensor, converted by one of the converters. Raises UsageError for a parameter that trains
-        and was frozen when the plan was made."""
+        """Returns the local tensor, converted by one of the converters.
+
+        Raises PlanMismatchError for a plain tensor in the parameter's place, and UsageError for a parameter that trains
+        and was frozen when the plan was made.
+        """
+        if not isinstance(parameter, DTensor):
+            raise PlanMismatchError(
+                f"{self.name} is a plain tensor in place of the parameter, as torch.func.functional_call puts it "
+                "there, and whether it is a rank's slice cannot be told: give a DTensor, or compute with it by "
+                "torch.nn.functional"
+            )
         if parameter.requires_grad and torch.is_grad_enabled():
             if not self.trainable:
                 raise UsageError(
@@ -119,14 +128,12 @@ class ParameterReads:
                 )
             local: Tensor
             if torch.compiler.is_compiling():
-                assert isinstance(parameter, DTensor)
                 local = parameter.to_local(grad_placements=parameter.placements)
                 if self.reducer.slots or self.averager is not None:
                     local = _CompiledRead.apply(local, self.number)  # type: ignore[no-untyped-call]
             else:
                 local = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
-            assert isinstance(parameter, DTensor)
             local = local_part(parameter)
         if self.dtype is not None:
             local = local.to(self.dtype)
@@ -164,7 +171,7 @@ def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> 
     for reader, layout in layouts.items():
         path = f"parameters.{name}.reads.{reader or ROOT}"
         if layout == ROWS:
-            raise PlanError("a parameter is never read as rows, only ids are", plan_path=path)
+            raise PlanError("a parameter is never read as rows, only ids are: read the table as S(0)", plan_path=path)
         if layout == R_STAR and placement != R:
             raise PlanError(f"what rests as {placement} cannot be read as R*: place it as R", plan_path=path)
         if not can_convert(R_STAR if placement == R else placement, layout):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import gib
-from tpplan.plan.report.differences import memory_differences, time_differences
+from tpplan.plan.report.differences import AnyPlan, fullest, memory_differences, time_differences
 
 #: name, in one plan, in the other, difference
 Row = tuple[str, str, str, str]
@@ -13,12 +13,24 @@ Row = tuple[str, str, str, str]
 _TERMS, _LEAST_SHARE = 3, 0.0005
 
 
-def part_rows(plan: Plan, other: Plan) -> Iterator[Row]:
+def part_rows(plan: AnyPlan, other: AnyPlan) -> Iterator[Row]:
     """Yields the step with its parts, then the peak with its parts, in both plans."""
     yield "step", *times(plan.predicted.step_time_s, other.predicted.step_time_s)
     yield from ((f"  {name}", *times(ours, theirs)) for name, ours, theirs in time_differences(plan, other))
-    yield "peak memory", *sizes(plan.predicted.peak_memory_bytes, other.predicted.peak_memory_bytes)
+    peaks = [fullest(own).predicted.peak_memory_bytes for own in (plan, other)]
+    yield "peak memory", *sizes(*peaks)
     yield from ((f"  {name}", *sizes(ours, theirs)) for name, ours, theirs in memory_differences(plan, other))
+
+
+def mesh_cell(plan: Plan) -> str:
+    """The degrees of a plan's mesh: replicas x FSDP shards x tp ranks."""
+    degrees = plan.mesh_degrees
+    return f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
+
+
+def batch_cell(plan: Plan) -> str:
+    """The samples at once on a rank x the micro-batches of a step."""
+    return f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}"
 
 
 def times(ours: float, theirs: float) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands.terminal.comparison import main_terms
+from tpplan.commands.terminal.comparison import batch_cell, main_terms, mesh_cell
 from tpplan.commands.terminal.output import aligned, folded, write_json
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
@@ -32,13 +32,13 @@ def kind_lines(kinds: "Sequence[PlanKind]", width: int) -> list[str]:
     first = kinds[0].plan
     rows = [("", "mesh", "micro", "step", "more", "peak", "styles")]
     for i, kind in enumerate(kinds, start=1):
-        plan, degrees = kind.plan, kind.plan.mesh_degrees
+        plan = kind.plan
         more = plan.predicted.step_time_s - first.predicted.step_time_s
         rows.append(
             (
                 str(i),
-                f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
-                f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
+                mesh_cell(plan),
+                batch_cell(plan),
                 format_seconds(plan.predicted.step_time_s),
                 f"+{more / first.predicted.step_time_s:.2%}" if i > 1 else "",
                 gib(plan.predicted.peak_memory_bytes),

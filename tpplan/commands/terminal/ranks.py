@@ -27,7 +27,7 @@ def own_device(wanted: str | None, *, alone_too: bool = False) -> "Iterator[torc
     import torch.distributed as dist
 
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU")
+        raise UsageError("--device cuda: torch sees no GPU here: leave --device out to use the CPU")
     if (wanted or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
         torch.set_num_threads(1)
         device = torch.device("cpu")
@@ -38,11 +38,10 @@ def own_device(wanted: str | None, *, alone_too: bool = False) -> "Iterator[torc
     if not (is_launched or alone_too):
         yield device
         return
-    of_gpu = {"backend": "nccl", "device_id": device}
+    backend, own_gpu = ("gloo", None) if device.type == "cpu" else ("nccl", device)
     if is_launched:
-        dist.init_process_group(**{"backend": "gloo"} if device.type == "cpu" else of_gpu)
+        dist.init_process_group(backend, device_id=own_gpu)
     else:
-        backend = "gloo" if device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield device

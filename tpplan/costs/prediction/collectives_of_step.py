@@ -5,7 +5,7 @@ one, and `tpplan verify` counts what ranks issue against it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Boundary, Op, Source
@@ -16,9 +16,8 @@ from tpplan.costs.collectives import Transfer, transfers_of
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Decider, classes_of
+from tpplan.layouts.decision_space import classes_of
 from tpplan.layouts.layer_treatments import FsdpUnit
-from tpplan.layouts.readings import has_partial_gradient
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import CollectivePlan, Pass
@@ -70,7 +69,7 @@ def _tp_collectives(assignment: Assignment, transfers: Mapping[str, tuple[Transf
     """Collectives of conversions at boundaries and readings, and of ops, in all micro-batches."""
     found: _Counts = Counter()
     for name, own in transfers.items():
-        where = _where(assignment, _module_of(assignment.deciders[name]))
+        where = _where(assignment, assignment.deciders[name].module)
         for transfer in own:
             key = where, str(transfer.kind), transfer.axis, transfer.during, transfer.dtype, transfer.num_bytes
             found[key] += assignment.accumulation_steps
@@ -97,18 +96,8 @@ def _repeats(lifetimes: Lifetimes, transfers: Mapping[str, tuple[Transfer, ...]]
 def _tp_reductions(assignment: Assignment) -> _Counts:
     """Sums of gradients over tp, once a step in buckets, each rank its FSDP shard."""
     weights = Weights(assignment=assignment)
-    sizes: dict[str, list[int]] = {}
-    for source in weights.trainable:
-        if any(
-            has_partial_gradient(assignment.strategy(reading.name)) for reading in assignment.readings[source.label]
-        ):
-            num_bytes = weights.master_width(source) * weights.shard_elements(source)
-            sizes.setdefault(assignment.master_dtype(source), []).append(num_bytes)
-    found: _Counts = Counter()
-    for dtype, own in sizes.items():
-        for num_bytes in _buckets(own):
-            found[ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, num_bytes] += 1
-    return found
+    buckets = _buckets(weights, weights.summands, weights.shard_elements)
+    return Counter((ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, size) for dtype, size in buckets)
 
 
 def _fsdp_collectives(assignment: Assignment) -> _Counts:
@@ -122,6 +111,8 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
         for (name, ep), own in _by_fsdp_module(unit).items():
             where = _where(assignment, name)
             axis, ranks = (Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD), mesh.shard // ep
+            if unit.name in assignment.over_tp:
+                axis, ranks = Axis.SHARD_TP, mesh.size(Axis.SHARD_TP)
             held = [source for source in own if not _is_beside_fsdp(assignment, source)]
             trained = [source for source in held if assignment.has_gradient(source)]
             gathered, reduced = _unit_bytes(assignment, held, trained)
@@ -156,24 +147,26 @@ def _averages(assignment: Assignment) -> _Counts:
     found: _Counts = Counter()
     weights, times = Weights(assignment=assignment), assignment.num_averages or 1
     beside = [source for source in weights.trainable if _is_beside_fsdp(assignment, source)]
-    sizes: dict[str, list[int]] = {}
-    for source in filter(assignment.has_gradient, beside):
-        num_bytes = weights.master_width(source) * weights.elements(source)
-        sizes.setdefault(assignment.master_dtype(source), []).append(num_bytes)
+    buckets = list(_buckets(weights, filter(assignment.has_gradient, beside), weights.elements))
     for axis in (Axis.REPLICATE, Axis.SHARD):
         if beside and assignment.mesh.size(axis) > 1:
             kind = str(Collective.ALL_REDUCE)
             found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += times
-            for dtype, own in sizes.items():
-                for num_bytes in _buckets(own):
-                    found[ROOT, kind, axis, Pass.STEP, dtype, num_bytes] += times
+            for dtype, num_bytes in buckets:
+                found[ROOT, kind, axis, Pass.STEP, dtype, num_bytes] += times
     return found
 
 
-def _buckets(sizes: Iterable[int]) -> list[int]:
-    """Bytes of each bucket of gradients of these sizes."""
-    own = list(sizes)
-    return [sum(own[position] for position in bucket) for bucket in bucketed(own, BUCKET_BYTES)]
+def _buckets(
+    weights: Weights, sources: Iterable[Source], elements: Callable[[Source], int]
+) -> Iterator[tuple[str, int]]:
+    """Yields (dtype, bytes) of each bucket of the gradients of parameters, each of which has so many elements."""
+    sizes: dict[str, list[int]] = {}
+    for source in sources:
+        own = sizes.setdefault(weights.assignment.master_dtype(source), [])
+        own.append(weights.master_width(source) * elements(source))
+    for dtype, own in sizes.items():
+        yield from ((dtype, sum(own[i] for i in bucket)) for bucket in bucketed(own, BUCKET_BYTES))
 
 
 def _is_beside_fsdp(assignment: Assignment, source: Source) -> bool:
@@ -195,10 +188,6 @@ def _gathered_dtype(assignment: Assignment, held: Sequence[Source]) -> str:
     """The dtype in which FSDP gathers a unit: parameters of several dtypes travel as bytes."""
     dtypes = {assignment.graph.values[source.result].dtype for source in held}
     return dtypes.pop() if len(dtypes) == 1 else BYTES
-
-
-def _module_of(decider: Decider) -> str:
-    return decider.module if isinstance(decider, Op | Boundary) else decider.op.module
 
 
 def _where(assignment: Assignment, module: str) -> str:

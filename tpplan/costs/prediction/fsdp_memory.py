@@ -18,7 +18,7 @@ A unit on one rank of its axis is not gathered, but copied and cast, parameter b
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source
+from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source, enclosing
 from tpplan.costs.prediction.memory_ledger import Ledger, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
@@ -275,6 +275,4 @@ def _spans(graph: ModelGraph, units: Mapping[str, UnitBytes]) -> tuple[dict[int,
 
 def _owner(module: str, units: Mapping[str, UnitBytes]) -> str:
     """The innermost unit around a module; "" for the root."""
-    while module and module not in units:
-        module = module.rpartition(".")[0]
-    return module
+    return next((name for name in enclosing(module) if name in units), ROOT_UNIT)

@@ -14,10 +14,10 @@ from tpplan.costs.prediction.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.prediction.fsdp_memory import Shards
 from tpplan.costs.prediction.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.saved_tensors import local_bytes
+from tpplan.costs.runs.execution import local_bytes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.readings import has_partial_gradient, reading_name
+from tpplan.layouts.readings import reading_name
 from tpplan.plan.parts import (
     BESIDE,
     BUFFERS,
@@ -273,6 +273,10 @@ class _Replay:
     def _converted_back(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> Piece:
         value = self.graph.values[source.result]
         conversion = self.weights.reading(reading_name(reader, index)) if isinstance(reader, Op) else None
+        if source.label in self.weights.multiplied:
+            multiple = self.ledger.hold(Piece(TRANSIENTS, piece.num_bytes))
+            self.ledger.drop(piece)
+            return multiple
         if conversion is None:
             return piece
         move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
@@ -285,8 +289,7 @@ class _Replay:
 
     def _reduce_summands(self) -> None:
         """Copies gradients that are summed over tp into buckets."""
-        summands = [source for source in self.weights.trainable if self._is_summand(source)]
-        total = self.weights.resting(self.weights.master_width, summands)
+        total = self.weights.resting(self.weights.master_width, self.weights.summands)
         self.ledger.pass_by(BUFFERS, min(total, float(BUCKET_BYTES)))
 
     def _average(self) -> None:
@@ -296,7 +299,3 @@ class _Replay:
         total = self.weights.resting(self.weights.master_width, self.weights.trainable)
         if self.assignment.mesh.replicate > 1:
             self.ledger.pass_by(BUFFERS, min(total, float(BUCKET_BYTES)))
-
-    def _is_summand(self, source: Source) -> bool:
-        readings = self.assignment.readings[source.label]
-        return any(has_partial_gradient(self.lifetimes.strategy(reading.name)) for reading in readings)

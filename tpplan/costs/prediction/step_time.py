@@ -165,6 +165,7 @@ def formulated(
         units=assignment.layers,
         whole_gradients=assignment.whole_gradients,
         treatments=assignment.treatments,
+        units_over_tp=assignment.over_tp,
         kin=kin,
     )
     num_gpus, is_compiled = assignment.mesh.num_gpus, assignment.is_compiled
@@ -272,6 +273,8 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
             error = time[part] * bucket.relative_error
             residuals += Residuals(tp_collectives=error) if axis is Axis.TP else Residuals(data_collectives=error)
             extrapolated |= bucket.extrapolated
+    if formulation.groups.over_tp.given:
+        extrapolated |= formulation.objective.seconds_per_byte(Collective.ALL_GATHER, Axis.SHARD_TP).extrapolated
     tp_s = sum(time.get(part, 0.0) for part in (TENSOR_PARALLEL, TP_REDUCTION, EXPERT_PARALLEL))
     return residuals.combined(profile, sum(time.values()) - tp_s), extrapolated
 

@@ -10,17 +10,16 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
 
-from tpplan.core.errors import ModelError
-from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
-from tpplan.core.layout import Layout, R, local_shape
+from tpplan.core.errors import ModelError, first_line
+from tpplan.core.graph import Argument, ModelGraph, Op, Ref
+from tpplan.core.layout import R, local_shape
+from tpplan.core.name_patterns import ROOT
 from tpplan.core.repeated_blocks import like_ops, unlike_ops
-from tpplan.core.units import DTYPE_BYTES
-from tpplan.costs.runs.execution import Execution, Gradient
+from tpplan.costs.runs.execution import Execution, Gradient, local_bytes
 from tpplan.costs.runs.gpu_kernels import callable_of, operator_of
 from tpplan.costs.runs.grown_executions import GrownExecutions
 from tpplan.costs.runs.kernels import WORK, Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
@@ -45,7 +44,7 @@ class Executor:
 
     #: by signature of the call
     _cache: dict[Hashable, Execution] = field(default_factory=dict)
-    #: those that are no runs
+    #: executions that were not run but extrapolated
     _grown: GrownExecutions = field(default_factory=GrownExecutions)
     #: executions of opaque modules, by the key of the call
     _observed: dict[str, Execution] = field(default_factory=dict)
@@ -60,14 +59,15 @@ class Executor:
             self._memo[key] = (about, make())
         return cast(T, self._memo[key][1])
 
-    def observe(self, calls: Mapping[str, OpaqueTrace]) -> None:
-        """Stores the executions of opaque modules' calls, by key, as observed. Warns about guesses among them."""
+    def observe(self, calls: Mapping[str, OpaqueTrace], modules: Mapping[str, str]) -> None:
+        """Stores the executions of opaque modules' calls, by key, as observed; `modules` names the module of each call.
+        Warns about guesses among them."""
         for key, observed in calls.items():
             if key in self._observed:
                 continue
             self._observed[key] = seen = _execution_of(observed)
             for guess in seen.guesses:
-                warnings.warn(f"in a module that runs whole: {guess}", stacklevel=2)
+                warnings.warn(f"module {modules.get(key) or ROOT}, which runs whole: {guess}", stacklevel=2)
 
     def whole(self, graph: ModelGraph, op: Op) -> Execution:
         """Returns the execution of an op where nothing is sharded, found once for the ops at one place of like blocks.
@@ -82,8 +82,8 @@ class Executor:
         return known[name]
 
     def saving(self, graph: ModelGraph) -> Hashable:
-        """Returns all that decides which storages of a graph are kept and what runs again: what its ops save, and the
-        kinds of work that they do, where nothing is sharded."""
+        """Returns a key that is equal for graphs of which the same storages are kept and the same ops run again: what
+        each op saves, and the kinds of work that it does, where nothing is sharded."""
         return self.once(
             (Executor.saving, id(graph)),
             graph,
@@ -128,7 +128,7 @@ class Executor:
         try:
             found = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
         except ModelError as error:
-            found = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+            found = _by_bytes(call, strategy, tp, first_line(error))
             warnings.warn(found.guesses[0], stacklevel=2)
         self._cache[key] = found
         self._grown.add(about, sizes, found)
@@ -212,8 +212,8 @@ def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _anywhere(call: Call) -> tuple[object, Hashable]:
-    """Returns what is the same of a call under all strategies: its positional arguments, if none is a size, and all
-    else that decides what it runs, besides shapes."""
+    """Returns the parts of a call's cache key that are equal under all strategies: its positional arguments, if none is
+    a size, and all else that decides which kernels it runs, without shapes."""
     flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
     carries = tuple(value.carries_gradient for value in call.results)
     return _without_names(call.args), (_without_names(call.kwargs), flags, carries, _makes_storage(call))
@@ -300,12 +300,8 @@ def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution
 
     Its backward moves the same bytes twice. `reason` becomes part of the guess.
     """
-
-    def num_bytes(value: Value, layout: Layout) -> int:
-        return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
-
-    given = [num_bytes(value, layout) for value, layout in zip(call.operands, strategy.operands, strict=True)]
-    made = [num_bytes(value, layout) for value, layout in zip(call.results, strategy.results, strict=True)]
+    given = [local_bytes(value, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)]
+    made = [local_bytes(value, layout, tp) for value, layout in zip(call.results, strategy.results, strict=True)]
     carries = any(value.carries_gradient for value in call.results)
     moved = MemoryBound(num_bytes=sum(given) + sum(made))
     return Execution(

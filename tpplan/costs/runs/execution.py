@@ -1,8 +1,17 @@
 """The kernels and memory of one run of an op."""
 
 from dataclasses import dataclass
+from math import prod
 
+from tpplan.core.graph import Value
+from tpplan.core.layout import Layout, local_shape
+from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.kernels import Kernel
+
+
+def local_bytes(value: Value, layout: Layout, tp: int) -> int:
+    """Returns the bytes of a value in a layout on one of tp ranks."""
+    return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +33,8 @@ class Execution:
     saves_results: frozenset[int]
     #: bytes that autograd keeps of other tensors (statistics, masks, log-probabilities)
     saved_bytes: int
-    #: bytes that are held each time that an op has made a tensor: in forward, and last what it leaves behind; in
-    #: backward, and first this
+    #: bytes that are held each time that an op has made a tensor: in forward, where the last number is what forward
+    #: leaves behind; in backward, where the first number is the same
     held: tuple[tuple[int, ...], tuple[int, ...]]
     #: by operand; None where it has no gradient
     gradients: tuple[Gradient | None, ...] = ()

@@ -16,10 +16,10 @@ from tpplan.trace.hooks.custom_ops import Bags
 
 
 def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
-    """Returns the operator, or its replacement.
+    """Returns the operator of a call, or a function in its place.
 
-    Replacements are a GPU's fused kernel where meta tensors would take a decomposed path, and the sharded cross entropy
-    where the classes are sharded, and bags of a rank's own rows.
+    In its place stand: a GPU's fused kernel where meta tensors would take a decomposed path; the cross entropy over
+    slices of the classes; embedding bags over a rank's own rows.
     """
     match call.target:
         case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
@@ -77,7 +77,7 @@ def _sharded_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_i
 
 
 def _row_bags(*bags: Any) -> torch.Tensor:
-    """Runs bags on a rank's rows as if they were all."""
+    """Runs embedding bags over a rank's rows of the table, without the sum over ranks."""
     return of_own_rows(Bags(*bags), TpGroup(name="", size=1, rank=0))
 
 

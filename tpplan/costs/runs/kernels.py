@@ -74,8 +74,9 @@ _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "at
 _LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
                       "aten.index.Tensor"})  # fmt: skip
 
-#: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
-_ATTENTION_BACKWARD_PRODUCTS = 2.5
+#: FLOP of backward over forward: flash attention's backward recomputes the scores, 5 products against 2 [Dao 2023,
+#: section 3.1]
+ATTENTION_BACKWARD_PRODUCTS = 2.5
 
 
 def bytes_of(tensors: Iterator[torch.Tensor]) -> int:
@@ -150,7 +151,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns the kernel of an attention operator, forward or backward by its name."""
         is_backward = "backward" in name
         query, key, value = args[1:4] if is_backward else args[:3]
-        products = _ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
+        products = ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
         width = query.shape[-1] + value.shape[-1]
         flop = 2.0 * prod(query.shape[:-1]) * key.shape[-2] * width * products
         sizes = AttentionSizes(
@@ -161,7 +162,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causal=self.causal,
         )
         flop = flop / 2 if self.causal else flop
-        return Attention(flop=flop, dtype=_name(query.dtype), is_backward=is_backward, sizes=sizes)
+        return Attention(flop=flop, dtype=dtype_name(query.dtype), is_backward=is_backward, sizes=sizes)
 
 
 @cache
@@ -179,7 +180,7 @@ def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul
     """Returns a Matmul; one of complex numbers counts as four real ones."""
     if dtype.is_complex:
         batch, dtype = 4 * batch, dtype.to_real()
-    return Matmul(m=m, n=n, k=k, batch=batch, dtype=_name(dtype))
+    return Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype_name(dtype))
 
 
 def _convolution(
@@ -198,7 +199,8 @@ def _convolution(
     return _matmul(m=m, n=n, k=k, batch=groups, dtype=x.dtype)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns torch's name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 

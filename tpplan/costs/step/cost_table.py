@@ -174,9 +174,9 @@ def price_space(
     rates: Rates | None = None,
     others: Iterable[PricedSpace] = (),
 ) -> PricedSpace:
-    """The space with the times of every decision on a tp group, with `num_gpus` on the slowest group of so many GPUs.
-    `rates` of the profile remember what is known of its kernels. Takes the frame of one of `others` with the same
-    decisions, if there is one."""
+    """The space with the times of every decision on its tp group: of `num_gpus` GPUs, where given, on the slowest one.
+    `rates` are times of the profile's kernels that were looked up before. The frame is that of one of `others` with the
+    same decisions, if there is one."""
     ep = space.graph.ep
     mesh = Mesh(replicate=max(1, (num_gpus or 1) // space.tp // ep), shard=ep, tp=space.tp, ep=ep)
     group, experts = (mesh.group(axis, gpus_per_node) for axis in (Axis.TP, Axis.EP))

@@ -2,7 +2,8 @@
 
 Objective: seconds of one optimizer step on one rank (tpplan.costs.step.objective). Besides layouts the ILP decides how
 many layers of a group get which treatment: what is recomputed, and whether FSDP reshards after forward
-(tpplan.layouts.layer_treatments). Resources: bytes of one rank at the moments at which it may hold most
+(tpplan.layouts.layer_treatments); and of each group whether FSDP shards it over shard or over shard and tp together
+(tpplan.costs.step.units_over_tp). Resources: bytes of one rank at the moments at which it may hold most
 (tpplan.costs.step.memory_rows).
 """
 
@@ -39,6 +40,7 @@ from tpplan.solvers.problem import (
     LIMIT_TOLERANCE,
     Conflict,
     Expression,
+    Node,
     Problem,
     Resource,
     constant_term,
@@ -113,14 +115,28 @@ class Formulation:
     @cached_property
     def unlimited(self) -> Problem:
         """The ILP without its memory limit."""
+        nodes, conflicts = self._over_tp
         return Problem(
-            nodes=self.priced.nodes(),
+            nodes=nodes,
             edges=self.priced.edges(),
             objective=self.objective.terms,
             splits=tuple(split for kind in self.groups.timed for split in kind.numbers.splits),
-            conflicts=self.conflicts,
+            conflicts=(*self.conflicts, *conflicts),
             shared=self.priced.shared,
         )
+
+    @property
+    def _over_tp(self) -> tuple[tuple[Node, ...], tuple[Conflict, ...]]:
+        """All nodes, those that decide which units are over shard and tp among them, and these nodes' conflicts."""
+        over_tp = self.groups.over_tp
+        if not over_tp.nodes:
+            return self.priced.nodes(), ()
+
+        def made() -> tuple[tuple[Node, ...], tuple[Conflict, ...]]:
+            conflicts = over_tp.conflicts(self.space, self.groups.units)
+            return (*self.priced.nodes(), *over_tp.as_nodes()), tuple(conflicts)
+
+        return self.priced.once(("nodes over tp", over_tp), made)
 
     @property
     def alone(self) -> Problem:
@@ -136,7 +152,10 @@ class Formulation:
     def beside_s(self) -> float:
         """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: the sum of
         the objective's other terms, each at its least."""
-        return sum(term.least for term in self.objective.beside)
+        _, conflicts = self._over_tp
+        if not conflicts:
+            return sum(term.least for term in self.objective.beside)
+        return self.groups.over_tp.least(self.objective.beside, conflicts)
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
         """The chosen strategy of a decision, deciding or not."""
@@ -173,6 +192,7 @@ class Formulation:
             in_flight=self.setting.in_flight,
             beside_bytes=self.setting.beside_bytes,
             whole_gradients=self.setting.whole_gradients,
+            over_tp=self.groups.over_tp.chosen(choice),
         )
 
     def tie_break(self, choice: Mapping[str, int]) -> Problem:
@@ -195,6 +215,10 @@ class Formulation:
             for treatment, count in kind.numbers.counts.items()
             for term in count.times(constant_term("treated layers", CONVERSION_S * _departures(treatment)))
         )
+        over_tp = (
+            linear_term("treated layers", node.name, [CONVERSION_S * i for i in range(len(node.strategies))], 1.0)
+            for node in self.groups.over_tp.as_nodes()
+        )
         unused = (
             term
             for kind in self.kinds
@@ -206,7 +230,7 @@ class Formulation:
         return Problem(
             nodes=self.problem.nodes,
             edges=self.problem.edges,
-            objective=(*work, *conversions, *treated),
+            objective=(*work, *conversions, *treated, *over_tp),
             resources=(
                 *self.problem.resources,
                 Resource(name="unused treatments", terms=tuple(unused), limit=0.0),
@@ -256,12 +280,14 @@ class Formulation:
             mesh=self.mesh,
             optimizer=optimizer_named(setting.optimizer),
             precision=setting.precision,
+            over_tp=self.groups.over_tp,
+            units=self.groups.units,
         )
 
     @cached_property
     def groups(self) -> LayerGroups:
         """The FSDP units, and the layers in groups that are interchangeable."""
-        return LayerGroups(priced=self.priced, setting=self.setting, uses_fsdp=self.uses_fsdp)
+        return LayerGroups(priced=self.priced, setting=self.setting, uses_fsdp=self.uses_fsdp, mesh=self.mesh)
 
     @property
     def kinds(self) -> tuple[LayerGroup, ...]:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups
@@ -115,6 +114,13 @@ class FsdpCommunication:
             gathers.append(self._transfer(unit, ep, Collective.ALL_GATHER, axis, (1.0, gathered)))
             scatters.append(self._transfer(unit, ep, Collective.REDUCE_SCATTER, axis, (1.0, reduced)))
             reductions.append(self._transfer(unit, ep, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / ranks, reduced)))
+        if self.groups.over_tp.may_be(unit.name):
+            wide, ranks, narrow = Axis.SHARD_TP, self.mesh.size(Axis.SHARD_TP), self.mesh.shard
+            shares = ((Axis.SHARD, 1.0), (wide, 1.0))
+            gathers.append(self._instead(unit, Collective.ALL_GATHER, shares, gathered))
+            scatters.append(self._instead(unit, Collective.REDUCE_SCATTER, shares, reduced))
+            shares = ((Axis.REPLICATE, 1 / narrow), (Axis.REPLICATE, 1 / ranks))
+            reductions.append(self._instead(unit, Collective.ALL_REDUCE, shares, reduced))
         return added(*gathers), added(*scatters), added(*reductions)
 
     def _transfer(
@@ -136,6 +142,21 @@ class FsdpCommunication:
         slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
         local = own.of(unit, share, ep=ep)
         return added(scaled(local, slope), Expression(constant=low - slope * least))
+
+    def _instead(
+        self, unit: FsdpUnit, kind: Collective, shares: tuple[tuple[Axis, float], ...], bytes_of: BytesOf
+    ) -> Expression:
+        """Seconds by which a collective takes longer where the unit is over shard and tp. `shares` are its axis and the
+        share of the unit's bytes without and with that; the unit's parameters are whole on tp."""
+        own, tp = self.parameter_bytes, self.mesh.tp
+        whole = own.whole(unit, bytes_of, 1), own.over_tp(unit, bytes_of, tp)
+        narrow_s, wide_s = (
+            self.setting.profile.collective(
+                kind, self.mesh.group(axis, self.setting.gpus_per_node), share * num_bytes
+            ).seconds
+            for (axis, share), num_bytes in zip(shares, whole, strict=True)
+        )
+        return self.groups.over_tp.times(unit.name, wide_s - narrow_s)
 
     @property
     def hides(self) -> bool:
@@ -173,16 +194,15 @@ class FsdpCommunication:
 
     def copies_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         """Seconds of copies of one gather of a unit and of one reduction (_copied)."""
-        own, rate = self.parameter_bytes, self._seconds_per_copied_byte
+        own, rate = self.parameter_bytes, self.setting.seconds_per_moved_byte
         found: tuple[list[Expression], list[Expression]] = ([], [])
         for ep in unit.divisions or (1,):
             for expressions, shares in zip(found, self._copied(self.mesh.shard // ep), strict=True):
                 expressions.append(scaled(own.of(unit, *shares, ep=ep), rate))
+        gathered, reduced = self._copied_more(unit)
+        found[0].append(scaled(gathered, rate))
+        found[1].append(scaled(added(reduced, self._multiplied(unit)), rate))
         return added(*found[0]), added(*found[1])
-
-    @property
-    def _seconds_per_copied_byte(self) -> float:
-        return self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
 
     def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
         """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
@@ -196,13 +216,31 @@ class FsdpCommunication:
         gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
         return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
 
-    def _copies(self) -> Iterator[Term]:
-        rate, steps, reductions = (
-            self._seconds_per_copied_byte,
-            self.setting.accumulation_steps,
-            self.setting.reductions,
+    def _copied_more(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
+        """Bytes that a gather and a reduction copy more where the unit is over shard and tp, whose parameters are whole
+        on tp."""
+        over_tp, own, tp = self.groups.over_tp, self.parameter_bytes, self.mesh.tp
+        if not over_tp.may_be(unit.name):
+            return Expression(), Expression()
+        narrow, wide = self._copied(self.mesh.shard), self._copied(self.mesh.size(Axis.SHARD_TP))
+        more = (
+            sum(share * own.over_tp(unit, bytes_of, tp) for share, bytes_of in after)
+            - sum(share * own.whole(unit, bytes_of, 1) for share, bytes_of in before)
+            for before, after in zip(narrow, wide, strict=True)
         )
-        own, timed = self.parameter_bytes, self.groups.timed
+        gathered, reduced = (over_tp.times(unit.name, num_bytes) for num_bytes in more)
+        return gathered, reduced
+
+    def _multiplied(self, unit: FsdpUnit) -> Expression:
+        """At most the bytes that a backward of a unit over shard and tp moves to multiply summands of gradients."""
+        over_tp, own = self.groups.over_tp, self.parameter_bytes
+        if not over_tp.may_be(unit.name):
+            return Expression()
+        return over_tp.times(unit.name, 2.0 * own.whole(unit, own.trained, 1))
+
+    def _copies(self) -> Iterator[Term]:
+        rate, own, timed = self.setting.seconds_per_moved_byte, self.parameter_bytes, self.groups.timed
+        steps, reductions = self.setting.accumulation_steps, self.setting.reductions
         every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
         for units, is_again in ((every, False), (again, True)):
@@ -216,3 +254,17 @@ class FsdpCommunication:
                         expression = own.of(unit, *reduced, ep=ep)
                         term = Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * reductions)
                         yield from count.times(term)
+                if self.groups.over_tp.may_be(unit.name):
+                    yield from self._more_copies(unit, count, is_again=is_again)
+
+    def _more_copies(self, unit: FsdpUnit, count: Count, *, is_again: bool) -> Iterator[Term]:
+        """Seconds of what gathers, and where not `is_again` reductions, copy more in units over shard and tp."""
+        steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
+        gathered, reduced = self._copied_more(unit)
+        parts = [scaled(gathered, steps)]
+        if not is_again:
+            parts += [scaled(reduced, reductions), scaled(self._multiplied(unit), steps)]
+        expression = merged(added(*parts))
+        yield from count.times(
+            Term(name=FSDP_COPIES, expressions=(expression,), weight=self.setting.seconds_per_moved_byte)
+        )

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+from tpplan.core.mesh import Mesh
 from tpplan.costs.layer_activations import Activations, LayerCosts
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.step.units_over_tp import UnitsOverTp, can_be_over_tp
 from tpplan.layouts.layer_treatments import TREATMENTS, Count, FsdpUnit, LayerGroup, Treatment, numbers_of
 from tpplan.layouts.parameter_writes import why_not_recomputed, write_within
 from tpplan.plan.plan import Recompute
@@ -27,6 +29,7 @@ class LayerGroups:
     priced: PricedSpace
     setting: Setting
     uses_fsdp: bool
+    mesh: Mesh
 
     @property
     def units(self) -> tuple[FsdpUnit, ...]:
@@ -61,15 +64,36 @@ class LayerGroups:
         """Everything that decides which treatments each layer may get."""
         setting = self.setting
         given = None if setting.treatments is None else tuple(setting.treatments.items())
-        return self.uses_fsdp, setting.recompute, setting.reshard_after_forward, given
+        return self.uses_fsdp, setting.recompute, setting.reshard_after_forward, given, setting.units_over_tp
+
+    @cached_property
+    def over_tp(self) -> UnitsOverTp:
+        """The units that are, or may be, over shard and tp together: none without several ranks on either axis."""
+        given, wanted = self.setting.units_over_tp, self.setting.fsdp_over_tp
+        if given is not None:
+            return UnitsOverTp(given=given)
+        if 1 in (self.mesh.shard, self.mesh.tp) or not self.uses_fsdp or wanted is False:
+            return UnitsOverTp()
+        return self._once("units over tp", lambda: self._open_over_tp(wanted), wanted)
+
+    def _open_over_tp(self, wanted: bool | None) -> UnitsOverTp:
+        possible, first = can_be_over_tp(self.priced.space, self.units), dict[int, str]()
+        nodes = {
+            name: f"{first.setdefault(number, name)} and like: FSDP over tp"
+            for name, number in self._numbers_by_decision().items()
+            if name in possible
+        }
+        return UnitsOverTp(nodes=nodes, options=(True,) if wanted else (False, True))
 
     def _grouped(self, numbers: Mapping[str, int]) -> tuple[LayerGroup, ...]:
         """Groups layers with the same number, and with the same treatment where treatments are given."""
         found: dict[object, list[FsdpUnit]] = {}
         given = self.setting.treatments  # without any, all layers of a number have the same treatments to choose from
+        over_tp = self.setting.units_over_tp or ()
         for unit in self.units:
             if unit.name:
-                key = numbers[unit.name], None if given is None else self._given(given[unit.name])
+                treatment = None if given is None else self._given(given[unit.name])
+                key = numbers[unit.name], treatment, unit.name in over_tp
                 found.setdefault(key, []).append(unit)
         return tuple(
             LayerGroup(units=tuple(own), numbers=numbers_of(own[0].name, len(own), self._treatments(own[0])))

@@ -177,6 +177,7 @@ class Peaks:
         if self.uses_fsdp:
             yield self.gathered.for_a_while()
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))
+        yield from self._multiplied()
         remade = [expression for family in families for expression in self._made_again(family)]
         yield Term(name=SAVED, expressions=(Expression(), *remade))
         behind, begun = [Expression()], self.families.begun_before(families)
@@ -238,6 +239,7 @@ class Peaks:
         yield Term(name=SAVED, expressions=(Expression(), *self._wholes(family)))
         growing = self._growing(family) if self.uses_fsdp else frozenset(source.label for source in own)
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(family.unit, growing)]))
+        yield from self._multiplied()
 
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
@@ -342,6 +344,16 @@ class Peaks:
     def _reduced(self, family: Family) -> Expression:
         """The flat buffer in which a layer's gradients are reduced."""
         return self.sizes.reduced(family.unit.parameters)
+
+    def _multiplied(self) -> Iterator[Term]:
+        """The largest gradient of a layer over shard and tp, of which there is a multiple for a moment."""
+        found = [
+            self.sizes.over_tp.times(kind.unit.name, max(map(self.sizes.unsharded_bytes, kind.unit.parameters)))
+            for kind in self.kinds
+            if self.sizes.over_tp.may_be(kind.unit.name)
+        ]
+        if found:
+            yield Term(name=TRANSIENTS, expressions=(Expression(), *dict.fromkeys(found)))
 
     def _growing(self, family: Family | None = None) -> frozenset[str]:
         """Names of parameters whose gradients count from when they are made; with FSDP until they are reduced."""

@@ -22,7 +22,7 @@ from tpplan.costs.gradient_sums import MOVED
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.fsdp_communication import FsdpCommunication
 from tpplan.costs.step.layer_groups import LayerGroups
-from tpplan.costs.step.parameter_bytes import Parameter, ParameterBytes
+from tpplan.costs.step.parameter_bytes import BytesOf, Parameter, ParameterBytes
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import Work
 from tpplan.layouts.readings import has_partial_gradient
@@ -42,6 +42,7 @@ from tpplan.plan.plan import Recompute
 from tpplan.solvers.problem import (
     Expression,
     Term,
+    added,
     constant_term,
     linear_term,
     merged,
@@ -181,60 +182,101 @@ class Objective:
         rate = self.seconds_per_byte(Collective.ALL_REDUCE, Axis.TP).seconds
         if not rate:
             return
-        key = "summands", self.setting.precision, self.parameter_bytes.ranks
+        over_tp = self.groups.over_tp
+        together = over_tp.given or (over_tp if over_tp.nodes else None)
+        key = "summands", self.setting.precision, self.parameter_bytes.ranks, together
         for expressions, number in self.priced.once(key, lambda: tuple(self._summands())):
             yield Term(name=TP_REDUCTION, expressions=expressions, weight=rate / self.mesh.shard * number)
 
     def _summands(self) -> Iterator[tuple[tuple[Expression, ...], int]]:
         """Bytes of a parameter's gradient where any of its readings, of which the largest counts, is R*; with the
-        number of equal parameters."""
+        number of equal parameters. Those of units that may be over shard and tp, where FSDP sums them, are one."""
         own, space = self.parameter_bytes, self.priced.space
-        parameters = space.once_for_all_sizes(("summed", self.setting.precision), self._parameters_by_readings)
-        alike: Counter[tuple[tuple[str, ...], float]] = Counter()
-        for (names, parameter), number in parameters.items():
-            alike[names, own.padded(parameter, R)] += number
-        for (names, gradient), number in alike.items():
+        alike: Counter[tuple[str, tuple[str, ...], float]] = Counter()
+        for (unit, names, parameter), number in self._parameters_by_readings().items():
+            alike[unit, names, own.padded(parameter, R)] += number
+        together: dict[str, list[Expression]] = {}
+        for (unit, names, gradient), number in alike.items():
             vectors = [
                 tuple(gradient if has_partial_gradient(s) else 0.0 for s in space.strategies[name]) for name in names
             ]
-            if any(map(any, vectors)):
-                yield tuple(Expression(terms=(item,)) for item in zip(names, vectors, strict=True)), number
+            if not any(map(any, vectors)):
+                continue
+            expressions = tuple(Expression(terms=(item,)) for item in zip(names, vectors, strict=True))
+            if not unit:
+                yield expressions, number
+            elif len(names) > 1:  # only a sum of single expressions is one
+                less = self.groups.over_tp.times(unit, -gradient)
+                yield (Expression(), *(added(each, less) for each in expressions)), number
+            else:
+                less = self.groups.over_tp.times(unit, -gradient * number)
+                together.setdefault(unit, []).append(added(scaled(expressions[0], float(number)), less))
+        for parts in together.values():
+            yield (Expression(), merged(added(*parts))), 1
 
-    def _parameters_by_readings(self) -> Counter[tuple[tuple[str, ...], Parameter]]:
-        """The parameters that are read, equal ones counted, with the deciding decisions of their readings."""
-        own, space = self.parameter_bytes, self.priced.space
-        return Counter(
-            (
-                tuple(dict.fromkeys(space.classes[reading.name] for reading in readings)),
-                own.parameter(readings[0].source, own.gradients),
+    def _parameters_by_readings(self) -> Counter[tuple[str, tuple[str, ...], Parameter]]:
+        """The parameters that are read, equal ones counted, with the deciding decisions of their readings, and a unit
+        that stands for those with its node where theirs may be over shard and tp, else ""."""
+        space, over_tp = self.priced.space, self.groups.over_tp
+        if not over_tp.is_possible:
+            return space.once_for_all_sizes(
+                ("summed", self.setting.precision), lambda: Counter(self._with_readings(dict[str, str]()))
             )
-            for readings in space.readings.values()
-            if readings and readings[0].source.kind is SourceKind.PARAMETER
-        )
+        stands, first = dict[str, str](), dict[str, str]()
+        for unit in self.groups.units:
+            if over_tp.may_be(unit.name):
+                stand = first.setdefault(over_tp.nodes.get(unit.name, ""), unit.name)
+                stands |= {source.label: stand for source in unit.parameters}
+        return Counter(self._with_readings(stands))
+
+    def _with_readings(self, stands: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...], Parameter]]:
+        own, space = self.parameter_bytes, self.priced.space
+        for readings in space.readings.values():
+            if readings and readings[0].source.kind is SourceKind.PARAMETER:
+                names = tuple(dict.fromkeys(space.classes[reading.name] for reading in readings))
+                source = readings[0].source
+                yield stands.get(source.label, ""), names, own.parameter(source, own.gradients)
 
     def _accumulation(self) -> Iterator[Term]:
         """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard, or all."""
-        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        rate = self.setting.seconds_per_moved_byte
         ranks = 1 if self.setting.whole_gradients else self.mesh.shard
-        if added := self.setting.accumulation_steps - 1:
+        if more := self.setting.accumulation_steps - 1:
             for expression in self.parameter_bytes.by_placement((1.0, self.parameter_bytes.gradients)):
-                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / ranks)
+                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * more * rate / ranks)
+            if not self.setting.whole_gradients:
+                yield from self._over_tp(ACCUMULATION, MOVED * more * rate, (1.0, self.parameter_bytes.gradients))
 
     def _optimizer(self) -> Iterator[Term]:
         """Seconds of the optimizer's step: it reads parameter, gradient and states, and writes parameter and states. On
         a GPU the longer of moving and issuing counts, on a CPU their sum."""
-        profile = self.setting.profile
-        rate = profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES / self.mesh.shard
+        rate = self.setting.seconds_per_moved_byte / self.mesh.shard
         issuing_s = self.optimizer_issue().seconds
         moved = (3.0, self.parameter_bytes.gradients), (2.0, self.parameter_bytes.states)
-        if issuing_s and profile.device_type == "cuda":
-            whole = self.parameter_bytes.of(None, *moved)
-            yield Term(name=OPTIMIZER, expressions=(scaled(whole, rate), Expression(constant=issuing_s)))
+        if issuing_s and self.setting.profile.device_type == "cuda":
+            whole = scaled(self.parameter_bytes.of(None, *moved), rate)
+            if less := [term.expressions[0] for term in self._over_tp(OPTIMIZER, rate * self.mesh.shard, *moved)]:
+                whole = merged(added(whole, *less))
+            yield Term(name=OPTIMIZER, expressions=(whole, Expression(constant=issuing_s)))
             return
         if issuing_s:
             yield constant_term(OPTIMIZER, issuing_s)
         for expression in self.parameter_bytes.by_placement(*moved):
             yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate)
+        yield from self._over_tp(OPTIMIZER, rate * self.mesh.shard, *moved)
+
+    def _over_tp(self, part: str, rate: float, *shares: tuple[float, BytesOf]) -> Iterator[Term]:
+        """Seconds by which moving each rank's shards takes less in layers over shard and tp; seconds per byte."""
+        own, tp, over_tp = self.parameter_bytes, self.mesh.tp, self.groups.over_tp
+        wide = self.mesh.size(Axis.SHARD_TP)
+        for kind in self.groups.timed:
+            if over_tp.may_be(kind.unit.name):
+                more = sum(
+                    share * (own.over_tp(kind.unit, each, tp) / wide - own.whole(kind.unit, each, 1) / self.mesh.shard)
+                    for share, each in shares
+                )
+                expression = over_tp.times(kind.unit.name, rate * len(kind.units) * more)
+                yield Term(name=part, expressions=(expression,))
 
     def optimizer_issue(self) -> Estimate:
         """CPU time of issuing the optimizer's step for all parameters that train."""

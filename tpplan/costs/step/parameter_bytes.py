@@ -15,14 +15,15 @@ from math import ceil, prod
 
 from tpplan.core.graph import Source
 from tpplan.core.layout import Conversion, Layout, LayoutKind, R, local_shape
-from tpplan.core.mesh import Mesh
+from tpplan.core.mesh import Axis, Mesh
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.step.units_over_tp import UnitsOverTp
 from tpplan.layouts.assignment import Assignment, master_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
-from tpplan.layouts.readings import reading_conversion
+from tpplan.layouts.readings import has_partial_gradient, reading_conversion
 from tpplan.plan.optimizers import Optimizer, optimizer_named
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, added, merged, scaled
@@ -145,6 +146,13 @@ class ParameterBytes:
         parameters = (self.parameter(source, bytes_of) for source in unit.parameters if source.ep == ep)
         return self.priced.once(key, lambda: sum(self._padded(ranks, own, R) for own in parameters))
 
+    def over_tp(self, unit: FsdpUnit, bytes_of: BytesOf, tp: int) -> float:
+        """Bytes of a unit's parameters, whole on a rank, padded as in FSDP's buffers over shard and tp together."""
+        ranks = self.shard * tp
+        key = "over tp", bytes_of.__name__, unit.name, self.setting.units, self.setting.precision, ranks
+        parameters = (self.parameter(source, bytes_of) for source in unit.parameters)
+        return self.priced.once(key, lambda: sum(self._padded(ranks, own, R) for own in parameters))
+
     def parameter(self, source: Source, bytes_of: BytesOf) -> Parameter:
         """The parameter with the bytes of its whole."""
         return _parameter(self.priced.space, source, bytes_of)
@@ -178,23 +186,25 @@ class ParameterBytes:
 
 #: bytes per element of a parameter
 Width = Callable[[Source], float]
-#: elements of a parameter's part on a rank that count, by the part's shape and the ranks that divide its experts
+#: elements of a parameter's part on a rank that count, by the part's shape and the ranks over which FSDP shards it
 Elements = Callable[[tuple[int, ...], int], int]
 
 
-def _elements(shape: tuple[int, ...], _ep: int) -> int:
+def _elements(shape: tuple[int, ...], _ranks: int) -> int:
     return prod(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBytes:
     """Bytes of parameters on a rank as the memory rows count them: by the placements that the solver chooses, each
-    parameter cut among FSDP's ranks by itself."""
+    parameter cut among FSDP's ranks by itself. `units` are FSDP's."""
 
     space: Space
     mesh: Mesh
     optimizer: Optimizer
     precision: Precision
+    over_tp: UnitsOverTp
+    units: tuple[FsdpUnit, ...]
 
     def compute_width(self, source: Source) -> float:
         """Bytes per element in forward."""
@@ -212,57 +222,99 @@ class RowBytes:
         """Bytes per element of the optimizer's states; 0 for a frozen parameter."""
         return self.optimizer.bytes_per_element(int(self.master_width(source))) * source.trainable
 
-    def shard(self, shape: tuple[int, ...], ep: int) -> int:
-        """Elements of the largest FSDP shard."""
-        return shard_elements(shape, self.mesh.shard // ep)
-
-    def padded(self, shape: tuple[int, ...], ep: int) -> int:
-        """Elements in FSDP's flat buffers."""
-        return padded_elements(shape, self.mesh.shard // ep)
-
     def parameters(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the FSDP shards, at rest."""
-        return self._of(parameters, self.master_width, self.shard)
+        return self._of(parameters, self.master_width, shard_elements)
 
     def states(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the optimizer's states of the FSDP shards."""
-        return self._of(parameters, self.state_width, self.shard)
+        return self._of(parameters, self.state_width, shard_elements)
 
     def gradients(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the gradients of the FSDP shards, at rest."""
-        return self._of(parameters, self.gradient_width, self.shard)
+        return self._of(parameters, self.gradient_width, shard_elements)
 
     def each_gradient(self, parameters: Iterable[Source]) -> tuple[Expression, ...]:
         """Bytes of each parameter's gradient at rest, equal ones once."""
         alike = self._alike(parameters, self.gradient_width)
-        return tuple(dict.fromkeys(self._sum({one: 1}, self.shard) for one in alike))
+        return tuple(dict.fromkeys(self._sum({one: 1}, shard_elements) for one in alike))
 
     def gathered(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the gathered parameters, as in FSDP's flat buffer."""
-        return self._of(parameters, self.compute_width, self.padded)
+        return self._of(parameters, self.compute_width, padded_elements)
 
     def reduced(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the flat buffer in which FSDP reduces the gradients."""
-        return self._of(parameters, self.gradient_width, self.padded)
+        return self._of(parameters, self.gradient_width, padded_elements)
 
     def unsharded_gradients(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the gradients as backward makes them, before FSDP reduces them."""
         return self._of([source for source in parameters if source.trainable], self.compute_width, _elements)
 
+    def unsharded_bytes(self, source: Source) -> float:
+        """Bytes of a whole parameter's gradient as backward makes it; 0 for a frozen one."""
+        value = self.space.graph.values[source.result]
+        return self.compute_width(source) * prod(value.shape) * source.trainable
+
     def _of(self, parameters: Iterable[Source], width: Width, elements: Elements) -> Expression:
         """Bytes of parameters on a rank. `width` is one of the methods above."""
-        return self._sum(self._alike(parameters, width), elements)
+        if not self.over_tp.is_possible:
+            return self._sum(self._alike(parameters, width), elements)
+        own = tuple(parameters)
+        return merged(added(self._sum(self._alike(own, width), elements), *self._over_tp(own, width, elements)))
+
+    def _over_tp(self, parameters: tuple[Source, ...], width: Width, elements: Elements) -> Iterator[Expression]:
+        """Yields for units over shard and tp what their bytes differ by from those over shard: all of theirs are R."""
+        narrow, wide = self.mesh.shard, self.mesh.shard * self.mesh.tp
+        for unit, numbers in self._alike_over_tp(parameters, width):
+            more = sum(
+                number * own.amount * (elements(own.shape, wide) - elements(own.shape, narrow))
+                for own, number in numbers.items()
+            )
+            yield self.over_tp.times(unit, more)
+
+    def _alike_over_tp(
+        self, parameters: tuple[Source, ...], width: Width
+    ) -> tuple[tuple[str, Mapping[Parameter, int]], ...]:
+        """The number of equal parameters of the units that may be over shard and tp, with one of the units of each
+        node, or each unit where it is decided."""
+        key = (
+            "over tp",
+            width.__name__,
+            self.precision,
+            self.optimizer,
+            self.over_tp.given or self.over_tp,
+            self._labels(parameters),
+        )
+        return self.space.once_for_all_sizes(key, lambda: self._counted_over_tp(parameters, width))
+
+    def _counted_over_tp(
+        self, parameters: tuple[Source, ...], width: Width
+    ) -> tuple[tuple[str, Mapping[Parameter, int]], ...]:
+        unit_of = {source.label: unit.name for unit in self.units for source in unit.parameters}
+        found: dict[str, tuple[str, Counter[Parameter]]] = {}
+        for source in parameters:
+            unit = unit_of[source.label]
+            if self.over_tp.may_be(unit):
+                _, numbers = found.setdefault(self.over_tp.nodes.get(unit, ""), (unit, Counter()))
+                numbers[_parameter(self.space, source, width)] += 1
+        return tuple(found.values())
+
+    @staticmethod
+    def _labels(parameters: Iterable[Source]) -> tuple[str, ...]:
+        return tuple(source.label for source in parameters)
 
     def _sum(self, numbers: Mapping[Parameter, int], elements: Elements) -> Expression:
         def num_bytes(own: Parameter, placement: Layout) -> float:
-            return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp), own.ep)
+            shape = local_shape(own.shape, placement, self.mesh.tp)
+            return own.amount * elements(shape, self.mesh.shard // own.ep)
 
         return _by_placement(self.space, {own: number for own, number in numbers.items() if own.amount}, num_bytes)
 
     def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[Parameter, int]:
         """The number of equal parameters, by the bytes per element."""
         parameters = tuple(parameters)
-        key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
+        key = "rest", width.__name__, self.precision, self.optimizer, self._labels(parameters)
         return self.space.once_for_all_sizes(
             key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
         )
@@ -293,7 +345,10 @@ class Weights:
 
     def fsdp_ranks(self, source: Source) -> int:
         """The ranks over which FSDP shards a parameter: for experts those that have the same ones."""
-        return self.assignment.mesh.shard // source.ep
+        mesh = self.assignment.mesh
+        if source.label in self.assignment.sources_over_tp:
+            return mesh.size(Axis.SHARD_TP)
+        return mesh.shard // source.ep
 
     def compute_width(self, source: Source) -> int:
         """Bytes per element in forward."""
@@ -312,6 +367,24 @@ class Weights:
     def trainable(self) -> tuple[Source, ...]:
         """Parameters that train: they have gradients and optimizer states."""
         return tuple(source for source in self.assignment.graph.parameters if source.trainable)
+
+    @cached_property
+    def summands(self) -> tuple[Source, ...]:
+        """Parameters that train, and whose gradients on a tp rank are summands: they are summed over tp once a step."""
+        return tuple(source for source in self._partial if source.label not in self.assignment.sources_over_tp)
+
+    @cached_property
+    def multiplied(self) -> frozenset[str]:
+        """Names of the parameters whose gradients are summands too, but FSDP averages them over tp: each backward
+        multiplies them by tp."""
+        return self.assignment.sources_over_tp.intersection(source.label for source in self._partial)
+
+    @cached_property
+    def _partial(self) -> tuple[Source, ...]:
+        own = self.assignment
+        return tuple(
+            s for s in self.trainable if any(has_partial_gradient(own.strategy(r.name)) for r in own.readings[s.label])
+        )
 
     def states(self) -> float:
         """Bytes of the optimizer's states on a rank."""

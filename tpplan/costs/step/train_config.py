@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.machine.profile import HardwareProfile
@@ -30,16 +31,25 @@ class Setting:
     recompute: Recompute | None = Recompute.NONE
     #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: the ILP decides for each
     reshard_after_forward: bool | None = True
+    #: True: FSDP shards each layer that can be over shard and tp together, False: none; None: the ILP decides for each
+    fsdp_over_tp: bool | None = None
     #: FSDP reduces gradients once a step, and a rank keeps them whole until then
     whole_gradients: bool = False
     #: the treatment of each unit, where it is decided
     treatments: Mapping[str, Treatment] | None = None
+    #: the units over shard and tp together, where it is decided
+    units_over_tp: frozenset[str] | None = None
     #: name of the first layer of each layer's family, where layers were alike before their treatments were decided
     kin: Mapping[str, str] | None = None
 
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
         return master_bytes(self.precision, dtype)
+
+    @property
+    def seconds_per_moved_byte(self) -> float:
+        """Seconds per byte of kernels that read and write a full bucket of gradients."""
+        return self.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
 
     @property
     def reductions(self) -> int:

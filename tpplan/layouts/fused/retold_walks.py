@@ -1,8 +1,8 @@
-"""Takes over what a walk over a graph found, for the same graph in another size that answers all questions alike.
+"""Reuses the result of a walk over a graph for the same graph in another size, where all questions have equal answers.
 
-A walk goes from node to node and asks what an op hands on. All else that it looks at is the same in all sizes of a
-graph. So where every question has the answer that it had in another size, a walk would take the same way and find the
-same; and there are few questions, as like ops are asked once.
+A walk goes from node to node and asks what an op hands on. All other input of a walk is the same in all sizes of a
+graph. So where every question has the answer that it had in another size, the walk would give the same result. There
+are few questions, as ops at the same place in like blocks are asked about once.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,9 +21,10 @@ def walked(
     ask: Callable[[Question], Answer],
     walk: Callable[[Callable[[Question], Answer]], T],
 ) -> T:
-    """The value of walk(ask), that of the graph in another size where `ask` answers alike there.
+    """The value of walk(ask), or the value found for the graph in another size where `ask` gave the same answers.
 
-    `walk` must follow from the answers and from what ModelGraph.once_for_all_sizes says. `about` names the walk.
+    The result of `walk` must follow from the answers and from what all sizes of a graph share
+    (ModelGraph.once_for_all_sizes). `about` is the key of the walk in the cache.
     """
     known: dict[Question, Answer] = {}
 
@@ -34,7 +35,7 @@ def walked(
 
     earlier: list[tuple[dict[Question, Answer], T]] = graph.once_for_all_sizes((walked, about), list)
     for answers, found in earlier:
-        # In the order of that walk: each question is one that a walk over this graph would ask.
+        # Asked in the order of the earlier walk, and only while answers agree: a walk over this graph asks the same.
         if all(answer(question) == own for question, own in answers.items()):
             return found
     asked: dict[Question, Answer] = {}

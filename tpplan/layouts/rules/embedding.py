@@ -6,8 +6,11 @@ from tpplan.core.layout import R_STAR, ROWS, P, R, S
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import einsum
 
+EMBEDDING = "aten.embedding.default"
+BAGS = "tpplan.embedding_bag.default"
 
-@op_rule("aten.embedding.default")
+
+@op_rule(EMBEDDING)
 def embedding(call: Call) -> Iterable[Strategy]:
     """V rows, D columns. By rows, ids become local rows; the result is masked and then partial (`rows -> ...`).
 
@@ -21,7 +24,7 @@ def embedding(call: Call) -> Iterable[Strategy]:
         yield Strategy((S(0), ROWS), (ROWS,))
 
 
-@op_rule("tpplan.embedding_bag.default")
+@op_rule(BAGS)
 def bags(call: Call) -> Iterable[Strategy]:
     """V rows, D columns; bags of ids [B, n], or of ids [n] and where each bag starts, with weights or without.
 

@@ -19,7 +19,11 @@ class Reduction(IntEnum):
     SUM = 2
 
 
-@op_rule("tpplan.cross_entropy.default")
+#: the only op that may take a sharded output and plain tensors together in the user's loss
+CROSS_ENTROPY = "tpplan.cross_entropy.default"
+
+
+@op_rule(CROSS_ENTROPY)
 def cross_entropy(call: Call) -> Iterable[Strategy]:
     """Classes sharded: maximum, sum of exponentials and the target's logit are reduced; logits are never gathered."""
     return (Strategy((S(len(call.operands[0].shape) - 1), R), (R,)),)

@@ -28,8 +28,8 @@ def total(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.mean.default", "aten.mean.dim")
 def mean(call: Call) -> Iterable[Strategy]:
-    """Linear, but each rank would divide by its own count: the reduced dims of a mean that is read stay whole. Nothing
-    depends on one that is not, such as the weights that attention gives besides its output."""
+    """Linear, but each rank would divide by its own count: the reduced dims stay whole, unless nothing reads the mean
+    (such as the attention weights that some attention modules return beside their output)."""
     dims = call.integers(1, "dim") if call.target == "aten.mean.dim" else None
     letters, kept = _reduced(call, dims, keepdim=bool(call.argument(2, "keepdim", False)))
     whole = frozenset(letters) - frozenset(kept)

@@ -1,13 +1,12 @@
-"""The first lines of a report: the mesh, what a step takes, what binds, and what is to be known before training."""
+"""The first lines of a report: the mesh, what a step takes, what binds, and warnings before training."""
 
 from collections.abc import Iterator
 
-from tpplan.core.mesh import AXES, Axis
 from tpplan.core.units import format_seconds
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import ExpertsPlan, Plan, ProofStatus
 from tpplan.plan.proof_hash import MEND
-from tpplan.plan.report.words import format_count, gib, mfu, samples, tokens_per_s
+from tpplan.plan.report.words import format_count, gib, mesh_sizes, mfu, samples, tokens_per_s, unit_of
 from tpplan.plan.tp_shares import percent, rows, summary
 
 #: of a step: the least part that is named among what takes its time, and how many are
@@ -16,15 +15,13 @@ _NAMED_SHARE, _NAMED_PARTS = 0.03, 3
 _FULL_SHARE = 0.9
 #: rows that the busiest rank gets over those of an even routing, for which the step is told
 _IMBALANCES = (1.5, 2.0, 4.0)
-_AXES = {Axis.REPLICATE: "replicas", Axis.SHARD: "FSDP shards", Axis.TP: "tensor-parallel ranks"}
 
 
 def answer(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields (name, text): the mesh, the step with its error, throughput, memory, and what takes the time."""
     predicted, mesh, cluster = plan.predicted, plan.mesh, plan.cluster
     used = f"{mesh.num_gpus}" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of {cluster.gpus}"
-    sizes = " x ".join(f"{mesh.size(axis)} {_AXES[axis]}" for axis in AXES if mesh.size(axis) > 1)
-    yield "mesh", f"{sizes or 'one GPU'}: {used} GPUs, {cluster.gpus_per_node} per node, {cluster.profile}"
+    yield "mesh", f"{mesh_sizes(mesh) or 'one GPU'}: {used} GPUs, {cluster.gpus_per_node} per node, {cluster.profile}"
     beyond = ", extrapolated: some sizes lie beyond the profile's" if predicted.is_extrapolated else ""
     yield "step", f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}{beyond}"
     if (speed := tokens_per_s(plan)) is not None:
@@ -50,10 +47,9 @@ def _experts(plan: Plan, experts: ExpertsPlan) -> str:
 
 
 def _speed(plan: Plan, speed: float) -> str:
-    what = "tokens" if plan.batch.seq_len > 1 else "samples"
     used = mfu(plan.predicted, plan.mesh.num_gpus)
     return (
-        f"{format_count(speed)} {what}/s, {format_count(speed / plan.mesh.num_gpus)} per GPU"
+        f"{format_count(speed)} {unit_of(plan.batch)}/s, {format_count(speed / plan.mesh.num_gpus)} per GPU"
         + (f", MFU {percent(used)}" if used is not None else "")
         + f"; {samples(plan.batch)} a step"
     )
@@ -62,7 +58,7 @@ def _speed(plan: Plan, speed: float) -> str:
 def _memory(plan: Plan) -> str:
     """The peak with its slack, of the limit."""
     predicted = plan.predicted
-    limit, held = predicted.memory_limit_bytes, predicted.peak_memory_bytes + predicted.slack_bytes
+    limit, held = predicted.memory_limit_bytes, predicted.held_bytes
     share = f" ({percent(held / limit)})" if limit else ""
     slack = f", {gib(predicted.slack_bytes)} of it slack" if predicted.slack_bytes else ""
     return f"{gib(held)} of {gib(limit)} per GPU{share}{slack}"
@@ -71,7 +67,7 @@ def _memory(plan: Plan) -> str:
 def _binding(plan: Plan) -> str:
     """Says which parts take the step's time, and whether memory is nearly full."""
     predicted = plan.predicted
-    step, held = predicted.step_time_s, predicted.peak_memory_bytes + predicted.slack_bytes
+    step, held = predicted.step_time_s, predicted.held_bytes
     parts = sorted(predicted.time_s.items(), key=lambda item: (-item[1], item[0]))
     dearest = [(name, s / step) for name, s in parts[:_NAMED_PARTS] if step and s >= _NAMED_SHARE * step]
     named = [f"{percent(share).replace(' ', '')} {name}" for name, share in dearest]
@@ -84,7 +80,7 @@ def _binding(plan: Plan) -> str:
 
 
 def warnings(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of what is to be known before training: no proof, what every rank runs whole and why, notes.
+    """Yields (name, text) of each warning before training: no proof, what every rank runs whole and why, notes.
     `unproven` says why the plan counts as unproven, "" where it is proven."""
     step = plan.predicted.step_time_s
     if unproven:

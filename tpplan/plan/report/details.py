@@ -7,12 +7,22 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, Recompute
-from tpplan.plan.report.words import format_count, gib, model_size, plural, ranges, samples, short_hash
+from tpplan.plan.report.words import (
+    axes_of,
+    format_count,
+    gib,
+    model_size,
+    placed,
+    plural,
+    ranges,
+    samples,
+    short_hash,
+)
 
 _BAR_WIDTH = 20
 _PRECISION = {
@@ -37,10 +47,8 @@ _AXES = {
     Axis.TP: "{ranks} ranks read the same batch and split the layers",
     Axis.EP: "{ranks} neighbours on the shard axis divide experts; rows go to the rank that has theirs",
     Axis.EXPERT_SHARD: "{ranks} ranks have the same experts; FSDP shards these among them",
+    Axis.SHARD_TP: "{ranks} ranks of shard and tp together; FSDP shards layers whose weights tp replicates among them",
 }
-
-
-_OF_EXPERTS = (Axis.EP, Axis.EXPERT_SHARD)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -62,7 +70,7 @@ def setting(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{used}{cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {plural(nodes, 'node')}"
     yield "profile", f"{cluster.profile} ({short_hash(cluster.profile_fingerprint)})"
     yield "mesh", str(mesh)
-    for axis in (*AXES, *_OF_EXPERTS) if mesh.ep > 1 else AXES:
+    for axis in axes_of(plan):
         if mesh.size(axis) > 1:
             yield "", _axis_line(plan, axis)
     if plan.fsdp.units:
@@ -96,8 +104,7 @@ def _model_line(plan: Plan) -> str:
 
 def _axis_line(plan: Plan, axis: Axis) -> str:
     group = plan.mesh.group(axis, plan.cluster.gpus_per_node)
-    place = "within a node" if group.nodes == 1 else f"across {group.nodes} nodes"
-    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({place})"
+    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({placed(group)})"
 
 
 def _recompute_line(plan: Plan) -> str:
@@ -121,7 +128,11 @@ def _fsdp_line(plan: Plan) -> str:
     zero = {True: "resharded after forward (ZeRO-3)", False: "kept until backward (ZeRO-2)"}
     rule = plan.fsdp.reshard_after_forward
     exceptions = ranges([name for name, is_resharded in plan.resharded_units().items() if is_resharded is not rule])
-    return f"{names}; {zero[rule]}" + (f", but {exceptions} {zero[not rule]}" if exceptions else "")
+    text = f"{names}; {zero[rule]}" + (f", but {exceptions} {zero[not rule]}" if exceptions else "")
+    over_tp = plan.units_over_tp()
+    if not over_tp:
+        return text
+    return f"{text}; over shard x tp: {ranges([name for name in plan.fsdp_units() if name in over_tp])}"
 
 
 def time_parts(plan: Plan) -> RenderableType:
@@ -216,7 +227,7 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
 
 
 def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Lines on modules that run otherwise than by layouts alone: sizes, losses, bags, buffers, dropout."""
+    """Yields lines on modules that need more than layouts: sizes, losses, bags, buffers, dropout."""
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"

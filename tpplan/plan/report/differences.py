@@ -1,31 +1,69 @@
-"""Two plans side by side: seconds and bytes by part, and the settings and modules that are otherwise."""
+"""Two plans side by side: seconds and bytes by part, and the settings and modules in which they differ."""
 
+import re
 from collections.abc import Iterable, Mapping
 
+from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.details import setting
 from tpplan.plan.report.layer_table import braced, module_rows
+from tpplan.plan.report.stages import stage_facts
+
+#: a plan of a whole model, or of a model in stages
+AnyPlan = Plan | PipelinePlan
+#: parts of a step of stages
+_SLOWEST, _BUBBLE, _SENDING = "slowest stage", "filling and draining", "sending between stages"
+#: facts of stages that are no settings, or numbers told elsewhere
+_TOLD = frozenset({"step", "speed", "memory", "command"})
+#: settings that are those of one stage, or told of all together
+_OF_A_STAGE = frozenset({"model", "mesh", "batch", "fsdp units"})
 
 
-def time_differences(plan: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part of the step, seconds in the plan, seconds in the other), the largest difference first."""
-    return _differences(plan.predicted.time_s, other.predicted.time_s)
+def time_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, float, float]]:
+    """(part of the step, seconds in the plan, seconds in the other), the largest difference first. Beside a plan of
+    stages, a whole model is one stage."""
+    if isinstance(plan, Plan) and isinstance(other, Plan):
+        return _differences(plan.predicted.time_s, other.predicted.time_s)
+    return _differences(_seconds_by_stage(plan), _seconds_by_stage(other))
 
 
-def memory_differences(plan: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part of the peak, bytes in the plan, bytes in the other), the largest difference first."""
-    return _differences(plan.predicted.memory_bytes, other.predicted.memory_bytes)
+def memory_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, float, float]]:
+    """(part of the peak on the fullest GPU, bytes in the plan, bytes in the other), the largest difference first."""
+    return _differences(fullest(plan).predicted.memory_bytes, fullest(other).predicted.memory_bytes)
 
 
-def setting_differences(plan: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """(name, in the plan, in the other) of what was planned and is not the same; "" where one does not say it."""
-    ours, theirs = (_joined(setting(own)) for own in (plan, other))
+def fullest(plan: AnyPlan) -> Plan:
+    """The plan of the stage whose GPUs hold most."""
+    stages = (plan,) if isinstance(plan, Plan) else plan.stages
+    return max(stages, key=lambda own: own.predicted.peak_memory_bytes)
+
+
+def _seconds_by_stage(plan: AnyPlan) -> dict[str, float]:
+    if isinstance(plan, Plan):
+        return {_SLOWEST: plan.predicted.step_time_s}
+    predicted = plan.predicted
+    return {_SLOWEST: predicted.stage_s, _BUBBLE: predicted.bubble_s, _SENDING: predicted.send_s}
+
+
+def setting_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, str, str]]:
+    """(name, text in the plan, text in the other) of each setting that differs; "" where a plan lacks it."""
+    ours, theirs = (_joined(_setting(own)) for own in (plan, other))
     names = dict.fromkeys((*ours, *theirs))
     return [(n, ours.get(n, ""), theirs.get(n, "")) for n in names if ours.get(n) != theirs.get(n)]
 
 
-def module_differences(plan: Plan, other: Plan) -> list[tuple[str, str, str]]:
-    """(modules, how the plan lays their weights out, how the other does), like siblings as one; without those alike."""
+def _setting(plan: AnyPlan) -> Iterable[tuple[str, str]]:
+    """(name, text) of what was planned."""
+    if isinstance(plan, Plan):
+        return setting(plan)
+    alike = [row for row in setting(plan.stages[0]) if all(row in setting(own) for own in plan.stages[1:])]
+    facts = [row for row in stage_facts(plan) if row[0] not in _TOLD]
+    return [*facts, *(row for row in alike if row[0] not in _OF_A_STAGE)]
+
+
+def module_differences(plan: AnyPlan, other: AnyPlan) -> list[tuple[str, str, str]]:
+    """(modules, their style in the plan, their style in the other) where styles differ; siblings that differ alike
+    share an entry."""
     ours, theirs = (_styles(own) for own in (plan, other))
     groups: dict[tuple[str, str, str], list[str]] = {}
     for key in dict.fromkeys((*ours, *theirs)):
@@ -35,8 +73,31 @@ def module_differences(plan: Plan, other: Plan) -> list[tuple[str, str, str]]:
     return [(braced(keys), *pair) for (_, *pair), keys in groups.items()]  # type: ignore[misc]  # two of three
 
 
-def _styles(plan: Plan) -> dict[str, str]:
-    """Module pattern -> its style and where it converts, in words."""
+def _styles(plan: AnyPlan) -> dict[str, str]:
+    """Module pattern -> its style and where it converts, in words; of stages that differ, each one's."""
+    if isinstance(plan, Plan):
+        return _styles_of_one(plan)
+    stages: dict[str, dict[str, list[str]]] = {}
+    for index, stage in enumerate(plan.stages):
+        for key, text in _styles_of_one(stage).items():
+            stages.setdefault(_as_in_others(key, stage, plan), {}).setdefault(text, []).append(str(index))
+    return {
+        key: next(iter(own))
+        if len(own) == 1
+        else "; ".join(f"stage {', '.join(where)}: {text}" for text, where in own.items())
+        for key, own in stages.items()
+    }
+
+
+def _as_in_others(key: str, stage: Plan, plan: PipelinePlan) -> str:
+    """The name of a module by the pattern of other stages' layers, where its stage has only one such layer."""
+    for pattern in dict.fromkeys(pattern for own in plan.stages for pattern in own.blocks):
+        if pattern not in stage.blocks and (found := re.match(rf"{re.escape(pattern[:-1])}\d+(?=\.|$)", key)):
+            return pattern + key[found.end() :]
+    return key
+
+
+def _styles_of_one(plan: Plan) -> dict[str, str]:
     if plan.mesh.tp == 1:
         return {row.key: "whole" for row in module_rows(plan) if row.main is not None}
     found = {}
@@ -48,7 +109,7 @@ def _styles(plan: Plan) -> dict[str, str]:
 
 
 def _joined(rows: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Name -> text, lines without a name left out: they explain the one before."""
+    """Name -> text, without unnamed lines, which explain the line before."""
     return {name: text for name, text in rows if name}
 
 

@@ -10,6 +10,8 @@ GLOSSARY = {
     "shard": "Ranks along this axis read other parts of the batch and hold a slice each of weights, gradients and "
     "optimizer states. FSDP gathers the weights of a unit, mostly a layer, before it runs.",
     "tp": "Tensor parallelism: ranks along this axis read the same batch and compute a part of each layer.",
+    "shard_tp": "The ranks of shard and tp together. Where tp replicates all weights of a layer, FSDP may shard the "
+    "layer over all of them, instead of alike on each tp rank.",
     "ep": "Expert parallelism: ranks next to each other on the shard axis have different experts each. A row goes "
     "to the rank that has its expert, and its result comes back, by all-to-alls whose sizes the routing decides. FSDP "
     "shards a rank's experts over the ranks that have the same ones (expert_shard).",

@@ -14,7 +14,8 @@ from math import prod
 from rich.text import Text
 
 from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, Step
-from tpplan.core.name_patterns import ROOT, parse_ranges
+from tpplan.core.name_patterns import ROOT
+from tpplan.plan.compress_names import block_and_pattern, pattern_in
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
 from tpplan.plan.styles import Style
 
@@ -152,7 +153,7 @@ def _entries(plan: Plan, rows: list[ModuleRow], dtypes: list[str]) -> Iterator[L
     (dtypes[0])."""
     heading = None
     for row in rows:
-        pattern = generic(plan, row.key)[0]
+        pattern = block_and_pattern(plan, row.key)[0]
         if pattern is not None and pattern != heading and row.key != pattern:
             yield LayerEntry(label=f"{pattern} x{_num_members(plan, pattern)}")
         heading = pattern
@@ -198,7 +199,7 @@ def braced(labels: list[str]) -> str:
 
 
 def _shared(parts: Sequence[Sequence[str]]) -> list[str]:
-    """The first parts that all have alike, but for the last of any."""
+    """The leading parts that all names share; the last part of each name is left out."""
     columns = zip(*(own[:-1] for own in parts), strict=False)
     return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
 
@@ -304,10 +305,10 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     boundaries_of_members = plan.boundary_plans()
     tied = {_module(alias): name for name, parameter in plan.parameters.items() for alias in parameter.aliases}
     keys = {*owned, *plan.boundaries, *tied}
-    exceptions = {key for key in keys if generic(plan, key)[1] not in (None, key)}
+    exceptions = {key for key in keys if pattern_in(plan, key) != key}
     replaced: dict[str, int] = defaultdict(int)
     for key in exceptions:
-        replaced[generic(plan, key)[1] or key] += 1
+        replaced[pattern_in(plan, key)] += 1
     none = BoundaryPlan(inputs={}, outputs={})
     rows = [
         ModuleRow(
@@ -330,20 +331,9 @@ def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, P
     return found
 
 
-def generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
-    """The block pattern of a key, and the key with its index replaced by `*`; (None, None) outside of blocks."""
-    for pattern, ranges in plan.blocks.items():
-        prefix = pattern.removesuffix("*")
-        index, _, rest = key.removeprefix(prefix).partition(".")
-        if key.startswith(prefix) and (index == "*" or (index.isdecimal() and int(index) in parse_ranges(ranges))):
-            return pattern, f"{pattern}.{rest}" if rest else pattern
-    return None, None
-
-
 def _reading_order(plan: Plan, row: ModuleRow) -> tuple[object, ...]:
     """Sort key: by name with numbers by value; an exception follows its pattern."""
-    place = generic(plan, row.key)[1] or row.key
-    return _natural(place), row.is_exception, _natural(row.key)
+    return _natural(pattern_in(plan, row.key)), row.is_exception, _natural(row.key)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:

@@ -6,7 +6,7 @@ from tpplan.core.units import format_seconds
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.plan.proof_hash import why_unproven
-from tpplan.plan.report.words import format_count, gib, samples, tokens
+from tpplan.plan.report.words import format_count, gib, plural, samples, tokens, unit_of
 
 
 def stage_lines(plan: PipelinePlan) -> list[str]:
@@ -27,11 +27,11 @@ def stage_name(plan: Plan) -> str:
 
 
 def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
-    """(name, text) of what is to be known of all stages together."""
+    """(name, text) of the stages together: their number, step, speed, memory, schedule and proof, and what was not
+    searched."""
     first, predicted = plan.stages[0], plan.predicted
-    speed = tokens(first) / predicted.step_time_s
     limit = max(own.predicted.memory_limit_bytes for own in plan.stages)
-    held = max(map(_held, plan.stages))
+    held = max(own.predicted.held_bytes for own in plan.stages)
     unproven = next(filter(None, map(why_unproven, plan.stages)), "")
     return [
         ("stages", f"{_counted(plan)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
@@ -41,7 +41,7 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
             f"{'stage' if plan.virtual_stages == 1 else 'GPU'}, "
             f"{format_seconds(predicted.bubble_s)} to fill and drain, {format_seconds(predicted.send_s)} sending",
         ),
-        ("speed", f"{format_count(speed)} tokens/s, {format_count(speed / plan.num_gpus)} per GPU"),
+        *_speed(plan),
         ("memory", f"{gib(held)} of {gib(limit)} on the fullest GPU"),
         (
             "schedule",
@@ -50,7 +50,29 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
         ),
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
         *(("not searched", line) for line in plan.solver.unsearched or ()),
+        *_asked(plan),
     ]
+
+
+def _asked(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields what was asked for, as far as the plan says it."""
+    request = plan.request
+    if request is None:
+        return
+    if request.command:
+        yield "command", request.command
+    if request.pins:
+        yield "pins", ", ".join(f"{pattern}={style}" for pattern, style in sorted(request.pins.items()))
+
+
+def stage_sentence(plan: Plan) -> str:
+    """What a stage runs, keeps and sends on, for who never heard of stages."""
+    stage = plan.stage
+    assert stage is not None
+    number, layers, *_, sends = _row(plan)
+    many = plural(stage.in_flight, "micro-batch").replace("batchs", "batches")
+    sent = f" It sends {sends} of each micro-batch to the next stage, and gets as much back." if stage.sends else ""
+    return f"Stage {number} of {stage.count} runs {layers}, and keeps what {many} need for backward.{sent}"
 
 
 def _counted(plan: PipelinePlan) -> str:
@@ -59,8 +81,12 @@ def _counted(plan: PipelinePlan) -> str:
     return f"{len(plan.stages)}{several}"
 
 
-def _held(plan: Plan) -> float:
-    return plan.predicted.peak_memory_bytes + plan.predicted.slack_bytes
+def _speed(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields the throughput of all GPUs and of one; nothing where the predicted time is 0."""
+    if plan.predicted.step_time_s:
+        speed = tokens(plan.stages[0]) / plan.predicted.step_time_s
+        per_gpu = format_count(speed / plan.num_gpus)
+        yield "speed", f"{format_count(speed)} {unit_of(plan.batch)}/s, {per_gpu} per GPU"
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
@@ -74,7 +100,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
         or stage.last
         or f"after {stage.received}",
         format_seconds(plan.predicted.step_time_s),
-        gib(_held(plan)),
+        gib(plan.predicted.held_bytes),
         ", ".join(_recomputed(plan)) or "none",
         str(stage.in_flight),
         ", ".join(f"{one.dtype}{list(one.shape)}" for one in stage.sends) or "-",

@@ -1,13 +1,23 @@
-"""Numbers and names of a plan as words: bytes, counts, samples, ranges of modules, and figures that follow from it."""
+"""Numbers and names of a plan as words: bytes, counts, samples, ranges of modules, and figures derived from it."""
 
 import re
 from collections.abc import Sequence
 from math import prod
 
 from tpplan.core.errors import PlanError
+from tpplan.core.mesh import AXES, Axis, GroupShape, Mesh
 from tpplan.core.name_patterns import format_ranges
 from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes
 from tpplan.plan.plan import BatchPlan, Plan, Prediction
+
+_AXES = {Axis.REPLICATE: "replicas", Axis.SHARD: "FSDP shards", Axis.TP: "tensor-parallel ranks"}
+
+
+def axes_of(plan: Plan) -> tuple[Axis, ...]:
+    """The axes over which a plan's ranks communicate, those of one rank included: those of the mesh, outermost first,
+    and those that divided experts, or layers over shard and tp, add."""
+    experts = (Axis.EP, Axis.EXPERT_SHARD) if plan.mesh.ep > 1 else ()
+    return (*AXES, *experts, *((Axis.SHARD_TP,) if plan.fsdp.over_tp else ()))
 
 
 def mfu(predicted: Prediction, num_gpus: int) -> float | None:
@@ -23,6 +33,11 @@ def samples(batch: BatchPlan) -> str:
     if batch.seq_len == 1:
         return plural(batch.global_batch, "sample")
     return f"{plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens"
+
+
+def unit_of(batch: BatchPlan) -> str:
+    """What throughput counts: "tokens", or "samples" where they have no length."""
+    return "tokens" if batch.seq_len > 1 else "samples"
 
 
 def tokens(plan: Plan) -> int:
@@ -49,8 +64,18 @@ def gib(num_bytes: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{count} {noun if count == 1 else noun + 's'}"
+    """`1 node`, `2 nodes`, `2 batches`."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def placed(group: GroupShape) -> str:
+    """Where the ranks of a group lie: `within a node`, `across 2 nodes`."""
+    return "within a node" if group.nodes == 1 else f"across {group.nodes} nodes"
+
+
+def mesh_sizes(mesh: Mesh) -> str:
+    """The axes of a mesh that have several ranks: `2 replicas x 4 FSDP shards`; "" for one GPU."""
+    return " x ".join(f"{mesh.size(axis)} {name}" for axis, name in _AXES.items() if mesh.size(axis) > 1)
 
 
 def short_hash(fingerprint: str) -> str:

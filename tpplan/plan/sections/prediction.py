@@ -43,3 +43,8 @@ class Prediction:
     peak_module: str
     model_flop: Amount | None = None
     peak_flop_per_s: Amount | None = None
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes of the peak and the slack together, to which the limit applies."""
+        return self.peak_memory_bytes + self.slack_bytes

@@ -1,12 +1,13 @@
 """The sections on what an applied plan does to a model: layouts, conversions, sizes, FSDP, and modules left whole."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from tpplan.core.errors import PlanError
-from tpplan.core.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
+from tpplan.core.graph import enclosing
+from tpplan.core.layout import LAYOUT_PATTERN, Conversion, Layout, R, parse_conversion, parse_layout
 from tpplan.core.strict_json import Amount, Count, Size, Text
 
 LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
@@ -99,13 +100,16 @@ class FsdpPlan:
     stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards.
 
     `whole_gradients` is true where each rank keeps gradients whole between micro-batches, so that FSDP reduces them
-    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them.
+    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them. `over_tp` are
+    the units that are sharded over the shard and tp axes together: tp replicates all of their parameters. Others are
+    sharded over the shard axis; absent where all are.
     """
 
     units: tuple[str, ...]
     reshard_after_forward: bool
     exceptions: tuple[str, ...]
     whole_gradients: bool | None = None
+    over_tp: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,3 +120,25 @@ class OpaquePlan:
     reason: str
     seconds: Amount
     bodies: tuple[str, ...]
+
+
+def unit_of(name: str, units: Collection[str]) -> str:
+    """The innermost FSDP unit around a parameter; `units` has "", the root."""
+    return next(module for module in enclosing(name)[1:] if module in units)
+
+
+def why_not_over_tp(
+    units: Collection[str], parameters: Mapping[str, ParameterPlan], divided: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yields (unit, what it has) where an FSDP unit cannot be over shard and tp together: a parameter of which a rank
+    keeps a part for tp or for experts, the modules in `divided`, or which another unit has too."""
+    every = {*units, ""}
+    for name, parameter in parameters.items():
+        owners = {unit_of(label, every) for label in (name, *parameter.aliases)}
+        for unit in sorted(owners - {""}):
+            if parameter.placement != R:
+                yield unit, f"{name}, which tp places as {parameter.placement}; expected R"
+            if len(owners) > 1:
+                yield unit, f"{name}, which is tied to a parameter of another unit"
+            if any(module in divided for module in enclosing(name)[1:]):
+                yield unit, f"{name}, which belongs to divided experts"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpplan.core.errors import InfeasibleError, ModelError, UsageError, VerificationError
+from tpplan.core.errors import InfeasibleError, UsageError, VerificationError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import R_STAR
@@ -29,8 +29,9 @@ from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Compile, Plan, Recompute
 from tpplan.plan.styles import Style
+from tpplan.search.models.model_spec import ModelSpec
 from tpplan.search.models.subject import BuildModel, ExampleInputs
-from tpplan.search.models.trace_cache import Reuse
+from tpplan.search.models.trace_cache import Reuse, Traced
 from tpplan.search.planner import solve
 from tpplan.search.points.options import Allows, Cluster
 
@@ -38,7 +39,9 @@ _DEFAULTS = inspect.signature(solve).parameters
 #: factor by which a link is made faster for its shadow price
 FASTER = 1.1
 #: errors that say that a problem has no plan
-_NONE = (InfeasibleError, UsageError, NoLayoutError, VerificationError)
+NO_PLAN = (InfeasibleError, NoLayoutError, VerificationError)
+#: errors that say that a problem has no plan once its options are changed, which may leave no mesh
+NO_CHANGED_PLAN = (*NO_PLAN, UsageError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,33 @@ class Problem:
     cluster: Cluster
     options: Mapping[str, Any]
     reuse: Reuse
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        model: ModelSpec,
+        profile: HardwareProfile,
+        reuse: Reuse,
+        *,
+        pins: Mapping[str, str] | None = None,
+    ) -> "Problem":
+        """The problem that a plan answers, on a machine with this profile. `pins` override the plan's own. Raises
+        UsageError like options_of."""
+        own = {"loss": model.loss, "unused_outputs": model.unused_outputs}
+        planned = plan.request.pins if plan.request is not None else {}
+        return cls(
+            build_model=model.build_model,
+            example_inputs=model.example_inputs,
+            cluster=Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile),
+            options={**options_of(plan), **own, "pins": {**planned, **(pins or {})}},
+            reuse=reuse,
+        )
+
+    def traced(self, plan: Plan) -> Traced:
+        """The trace that a plan of this problem was made from."""
+        traces = self.reuse.traces.values()
+        return next(one for one in traces if graph_fingerprint(one.graph) == plan.fingerprints.graph)
 
     def solve(self, **changes: Any) -> Plan:
         """The plan with some options changed. Raises the errors of solve."""
@@ -86,6 +116,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.batch.micro_batch,
         "recompute": modes[0],
         "reshard_after_forward": plan.fsdp.reshard_after_forward,
+        "fsdp_over_tp": bool(plan.fsdp.over_tp),
     }
     told = {name: value for name, value in decisions.items() if _DEFAULTS[name].default is not None}
     if len(modes) > 1 and "recompute" in told:
@@ -100,7 +131,7 @@ def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternati
     mesh = {"tp": degrees.tp, "fsdp": degrees.shard, "ep": plan.mesh.ep, "cluster": cluster, "all_gpus": True}
     try:
         return Alternative(name=style, plan=problem.solve(pins=pins, **mesh))
-    except (InfeasibleError, NoLayoutError, VerificationError) as error:
+    except NO_PLAN as error:
         return Alternative(name=style, plan=None, problem=str(error))
 
 
@@ -140,7 +171,7 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
         own, why = None, ""
         try:
             own = problem.solve(prove=False, **change)
-        except _NONE as error:
+        except NO_CHANGED_PLAN as error:
             why = str(error)
         base = own if not change else base
         has_more = "cluster" in change and change["cluster"].gpus > cluster.gpus
@@ -252,13 +283,6 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
     allows: Callable[[ModelGraph], Allows] | None = Without(without) if without else None
     try:
         plan = problem.solve(tp=mesh.tp, fsdp=mesh.shard, all_gpus=True, allows=allows, prove=prove)
-    except (*_NONE, ModelError) as error:
-        if isinstance(error, ModelError) and not isinstance(error, NoLayoutError):
-            raise
+    except NO_CHANGED_PLAN:
         return None
-    graph = next(
-        trace.graph
-        for trace in problem.reuse.traces.values()
-        if graph_fingerprint(trace.graph) == plan.fingerprints.graph
-    )
-    return PlanKind(plan=plan, styles=styles_of(graph, plan))
+    return PlanKind(plan=plan, styles=styles_of(problem.traced(plan).graph, plan))

@@ -19,17 +19,16 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.core.errors import InfeasibleError, UsageError, VerificationError
+from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
-from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.mesh import tp_degrees
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.build_space import EMBEDDING, NoLayoutError
 from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin
+from tpplan.layouts.rules.embedding import EMBEDDING
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
 from tpplan.plan.styles import Style
-from tpplan.search.comparisons.alternatives import Alternative, Problem
+from tpplan.search.comparisons.alternatives import NO_CHANGED_PLAN, NO_PLAN, Alternative, Problem
 
 #: the style of a module under each word of a model's own `tp_plan` that a pin can say
 _WORDS = {
@@ -66,9 +65,7 @@ def expert_plan(problem: Problem, name: str, reference: Plan, *, prove: bool) ->
     if name not in RECIPES:
         raise UsageError(f"unknown plan {name!r}; known: {', '.join(RECIPES)}")
     recipe, cluster = RECIPES[name], problem.cluster
-    traced = next(
-        t for t in problem.reuse.traces.values() if graph_fingerprint(t.graph) == reference.fingerprints.graph
-    )
+    traced = problem.traced(reference)
     degrees = tp_degrees(cluster.gpus, cluster.gpus_per_node, across_nodes=False)
     found: list[tuple[Plan, dict[str, Any]]] = []
     problems: list[str] = []
@@ -76,14 +73,15 @@ def expert_plan(problem: Problem, name: str, reference: Plan, *, prove: bool) ->
         try:
             own = _options(recipe, problem, traced.graph, traced.model, tp)
             found.append((problem.solve(prove=False, **own), own))
-        except (InfeasibleError, NoLayoutError, VerificationError, UsageError) as error:
+        except NO_CHANGED_PLAN as error:
             problems.append(str(error))
     if not found:
-        return Alternative(name=name, plan=None, problem=problems[0] if problems else "it needs more GPUs in a node")
+        alone = f"it divides weights among GPUs of a node, and a node has {cluster.gpus_per_node}"
+        return Alternative(name=name, plan=None, problem=problems[0] if problems else alone)
     best, options = min(found, key=lambda row: row[0].predicted.step_time_s)
     try:
         return Alternative(name=name, plan=problem.solve(**options) if prove else best)
-    except (InfeasibleError, NoLayoutError, VerificationError) as error:
+    except NO_PLAN as error:
         return Alternative(name=name, plan=None, problem=str(error))
 
 
@@ -94,6 +92,7 @@ def _options(recipe: Recipe, problem: Problem, graph: ModelGraph, model: nn.Modu
         "fsdp": problem.cluster.gpus // tp if recipe.is_sharded else 1,
         "ep": 1,
         "all_gpus": True,
+        "fsdp_over_tp": False,
     }
     if recipe.reshards is not None:
         options["reshard_after_forward"] = recipe.reshards
@@ -143,7 +142,7 @@ def _own_plan(graph: ModelGraph, model: nn.Module, tp: int) -> Mapping[str, str]
     name. Raises UsageError for a model without one."""
     words = getattr(model, "tp_plan", None)
     if not isinstance(words, Mapping) or not words:
-        raise UsageError("the model has no tp_plan of its own")
+        raise UsageError("the model has no tp_plan of its own, a dict {pattern of modules: style}")
     named = {pattern: str(_WORDS[word]) for pattern, word in words.items() if word in _WORDS}
     kept = {pattern: style for pattern, style in named.items() if _has_effect(graph, pattern, style)}
     said = [parse_pin(pattern, style) for pattern, style in kept.items()]

@@ -42,6 +42,15 @@ def config_file(name: str) -> Path:
     return Path(found) if isinstance(found, str) else path
 
 
+def check_there(path: Path) -> None:
+    """Raises ModelError where there is no file that config_file gave."""
+    if not path.exists():
+        raise ModelError(
+            f"{path}: no such config.json, folder, or model in the local cache of the hub; save one with "
+            "`config.save_pretrained(folder)`, or download it first"
+        )
+
+
 def load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
     """A Hugging Face model from a local config.json, with random weights in float32.
 
@@ -122,11 +131,7 @@ def _hf_builder(path: Path, data: Mapping[str, Any], config: Any, *, is_trusted:
 
 def _config(path: Path) -> dict[str, Any]:
     """The configuration in a file. Raises ModelError where the file is missing or no JSON object."""
-    if not path.exists():
-        raise ModelError(
-            f"{path}: no such config.json, folder, or model in the local cache of the hub; save one with "
-            "`config.save_pretrained(folder)`, or download it first"
-        )
+    check_there(path)
     data = read_json(path, origin=str(path), error=ModelError)
     if not isinstance(data, dict):
         raise ModelError(f"{path}: expected an object, as `config.save_pretrained(folder)` writes it")

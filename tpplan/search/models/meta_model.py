@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.search.models.model_spec import UserCodeError
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
@@ -47,7 +47,7 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
         own = error.__cause__ if isinstance(error, UserCodeError) else error
         if not isinstance(own, _NEEDS_VALUES):
             raise
-        reason = (str(own).strip() or type(own).__name__).splitlines()[0]
+        reason = first_line(own)
         notes = (f"the builder fails on the meta device, and runs on the CPU: {reason}",)
         warnings.warn(notes[0], stacklevel=2)
         model = build_model()

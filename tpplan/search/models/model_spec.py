@@ -1,9 +1,10 @@
 """A model as the command line names it: what solve is given of it, and what its source looks like."""
 
+import contextlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,17 @@ class ModelSpec:
     def length_of(self, asked: int | None) -> int:
         """The sequence length to plan for (length_of)."""
         return length_of(asked, has_length=self.has_length, source=self.source, option="--seq-len")
+
+    @contextlib.contextmanager
+    def locating(self) -> Iterator[None]:
+        """A context from which a ModelError comes out with the frames of its cause in the user's folder (locate)."""
+        try:
+            yield
+        except ModelError as error:
+            located = self.locate(error)
+            if located is error:
+                raise
+            raise located from error
 
     def locate(self, error: ModelError) -> ModelError:
         """The error as a UserCodeError with the frames of its cause in the user's folder; unchanged if none is."""

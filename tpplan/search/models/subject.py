@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from tpplan.experts.expert_share import Division
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.search.models.model_spec import takes_batch_alone
-from tpplan.stages.stage_model import received_on_meta
+from tpplan.stages.stage_model import without_values
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
@@ -68,7 +67,9 @@ class Subject:
             loss=loss,
             seq_len=plan.batch.seq_len,
             precision=plan.precision,
-            device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
+            device=PlannedDevice.parse(device, plan_path="proof.device")
+            if device
+            else PlannedDevice.of(profile or _profile_of(plan)),
             experts=Division.of(plan),
             stage=plan.stage.bare if plan.stage is not None else None,
         )
@@ -91,15 +92,20 @@ class Subject:
         if self.stage is None or not self.stage.receives:
             return own
         if not isinstance(own, Mapping):
-            raise ModelError("a model in stages takes its inputs by name: let example_inputs give a dict")
+            raise ModelError(
+                "a model in stages takes its inputs by name: let example_inputs give a dict, in place of a "
+                f"{type(own).__name__}"
+            )
         if (micro_batch, seq_len) != (self.stage.micro_batch, self.seq_len):
-            raise ModelError("a stage receives tensors of the planned shapes alone")
-        return {**own, RECEIVED: received_on_meta(self.stage)}
+            raise ModelError(
+                f"a stage receives tensors of the planned shapes alone: micro-batch {self.stage.micro_batch} of length "
+                f"{self.seq_len}, got {micro_batch} of length {seq_len}"
+            )
+        return {**own, RECEIVED: without_values(self.stage.receives)}
 
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs, in the dtype of compute."""
-        inputs = self.made_inputs(micro_batch, seq_len)
-        return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
+        return in_precision(self.made_inputs(micro_batch, seq_len), self.precision)
 
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """A hook that casts tensors that enter the root or a unit, as FSDP's mixed precision does."""
@@ -138,6 +144,13 @@ def hashable(function: object) -> Hashable:
     return function
 
 
-def _to_bfloat16(leaf: Any) -> Any:
-    is_float32 = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
-    return leaf.to(torch.bfloat16) if is_float32 else leaf
+def in_precision(inputs: Inputs, precision: Precision) -> Inputs:
+    """The inputs as a model of this precision takes them: float32 tensors in bfloat16 where all of it is bfloat16."""
+    if precision is not Precision.BF16:
+        return inputs
+    found: Inputs = pytree.tree_map_only(torch.Tensor, _without_float32, inputs)
+    return found
+
+
+def _without_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor

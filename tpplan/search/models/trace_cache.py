@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from tpplan.core.errors import PlanMismatchError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
@@ -22,10 +23,12 @@ from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.strategy_times import Rates
 from tpplan.experts.degree_graph import of_degree
-from tpplan.experts.expert_share import with_shares
+from tpplan.experts.expert_share import whole_shape, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.rules import OPAQUE
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
 from tpplan.prove.structure import Original
@@ -35,7 +38,7 @@ from tpplan.search.models.subject import BuildModel, Subject
 from tpplan.stages.stage_model import as_stage
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.trace import assumptions, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,20 @@ class Traced:
             opaques=self.opaques,
         )
 
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+        """By each name of a parameter its shape with the experts of all ranks, and whether it trains."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: (whole_shape(self.model, name, weight), weight.requires_grad) for name, weight in named}
+
+    def fitting(self, plan: Plan) -> Assignment:
+        """The assignment that a plan implies for this model. Raises PlanMismatchError where the model has other
+        parameters, and where a value has no layout."""
+        check_parameters(plan, self.parameters())
+        found = self.assignment_of(plan)
+        if isinstance(found, Mistyped):
+            raise PlanMismatchError(f"the plan does not fit the model: {found.message}")
+        return found
+
     def assignment_of(self, plan: Plan) -> Assignment | Mistyped:
         """The assignment that a plan implies for this model, or the first thing that does not type."""
         num_averages = self.opaques.num_averages(plan.batch.accumulation_steps)
@@ -80,8 +97,8 @@ class Reuse:
     traces: dict[Hashable, Traced] = field(default_factory=dict)
     #: models whose graph at a micro-batch was not traced but grown (tpplan.search.models.grown_graph)
     grown: dict[Hashable, Traced] = field(default_factory=dict)
-    #: models with divided experts of which more was taken from graphs of other numbers of ranks: the graph
-    #: (tpplan.experts.degree_graph), or the dims whose size data decides
+    #: models with divided experts whose graph was derived from graphs of other numbers of ranks
+    #: (tpplan.experts.degree_graph), or was traced with the dims from there whose size data decides
     likened: dict[Hashable, Traced] = field(default_factory=dict)
     #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)
@@ -115,7 +132,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class TraceCache:
-    """One trace of a subject per micro-batch, kept in `reuse`. `relatives` are those of the same model with its experts
+    """One trace of a subject per micro-batch, kept in `reuse`. `relatives` are caches of the same model with experts
     divided among other numbers of ranks, from whose graphs this one's may be derived."""
 
     subject: Subject
@@ -169,7 +186,7 @@ class TraceCache:
             with self.subject.planning():
                 found = self.reuse.traces[key] = self._trace(micro_batch)
             any(share_outline(smaller[size].graph, found.graph) for size in sorted(smaller))
-            self.reuse.executor.observe(found.opaques.by_key())
+            self._observe(found)
         return self.reuse.traces[key]
 
     def _smaller(self, micro_batch: int) -> dict[int, Traced]:
@@ -215,7 +232,7 @@ class TraceCache:
     ) -> tuple[ModelGraph, Opaques]:
         """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
         are one op in it; `like` is as `trace` takes it."""
-        untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
+        untouched, cast = why_untouched(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
             model,
@@ -296,8 +313,13 @@ class TraceCache:
         with self.subject.planning():
             found = self._trace(micro_batch, like=base.graph)
         any(share_outline(relative.traced(micro_batch).graph, found.graph) for relative in self.relatives)
-        self.reuse.executor.observe(found.opaques.by_key())
+        self._observe(found)
         return found
+
+    def _observe(self, traced: Traced) -> None:
+        """Keeps what the modules that run whole were seen to run."""
+        modules = {str(op.args[2]): op.module for op in reversed(traced.graph.ops) if op.target == OPAQUE}
+        self.reuse.executor.observe(traced.opaques.by_key(), modules)
 
     @property
     def degree(self) -> int:

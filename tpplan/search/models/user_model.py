@@ -68,9 +68,7 @@ def load_model_file(source: str) -> ModelSpec:
 
 def _split(source: str) -> tuple[Path, str]:
     """`dir/model.py:builder` as (dir/model.py, builder). Raises ModelError where no Python file is named."""
-    name, builder = (
-        (source, BUILDER) if source.endswith(".py") else (source.rpartition(":")[0], source.rpartition(":")[2])
-    )
+    name, _, builder = (source, "", BUILDER) if source.endswith(".py") else source.rpartition(":")
     if not name.endswith(".py") or not builder.isidentifier():
         raise ModelError(f"model {source!r}: expected model.py, model.py:BUILDER or {HF_PREFIX}path/config.json")
     return Path(name), builder

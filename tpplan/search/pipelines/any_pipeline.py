@@ -9,8 +9,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
+from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError, first_line
 from tpplan.core.mesh import divisors
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
@@ -24,6 +25,8 @@ from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.search.points.request import Request
 
 logger = logging.getLogger(__name__)
+
+P = TypeVar("P", Plan, PipelinePlan)
 
 #: stages a part that are tried
 VIRTUAL_STAGES = (1, 2, 4, 8)
@@ -67,7 +70,7 @@ def solve_any(
     found = Search(solver=solver, shape=best, progress=progress).found(prove=prove)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
         return _saying(whole, left)
-    return replace(found, solver=replace(found.solver, unsearched=(*(found.solver.unsearched or ()), *left)))
+    return _saying(found, left)
 
 
 def _fastest(
@@ -93,7 +96,7 @@ def _fastest(
             tried += 1
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             logger.info("%s: %s", candidate.shape.option, error)
-            why_not.setdefault(type(error), str(error).splitlines()[0])
+            why_not.setdefault(type(error), first_line(error))
             continue
         if seconds < least:
             least, best = seconds, candidate.shape
@@ -125,6 +128,6 @@ def _shapes(solver: StageSolver, pace: float) -> Iterator[_Candidate]:
                 yield _Candidate(shape=shape, floor_s=pace / cluster.gpus * (1 + waiting))
 
 
-def _saying(plan: Plan, left: tuple[str, ...]) -> Plan:
+def _saying(plan: P, left: tuple[str, ...]) -> P:
     """The plan with what was not searched."""
     return replace(plan, solver=replace(plan.solver, unsearched=(*(plan.solver.unsearched or ()), *left)))

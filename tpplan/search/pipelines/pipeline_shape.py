@@ -39,7 +39,7 @@ class PipelineShape:
         """The actions of the ranks in a step, in order."""
         return _orders(self.schedule, self.parts, self.virtual_stages, micro_batches)
 
-    def received(self, micro_batches: int) -> "Sequence[tuple[Sequence[Action], Sequence[Sequence[Action]]]]":
+    def received(self, micro_batches: int) -> Sequence[tuple[Sequence[Action], Sequence[Sequence[Action]]]]:
         """For each rank its actions in order, and for each of these the actions whose tensors have come in early; none
         by 1F1B, which receives for the next action alone."""
         return _received(self.schedule, self.parts, self.virtual_stages, micro_batches)

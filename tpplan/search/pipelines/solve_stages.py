@@ -70,6 +70,8 @@ def solve_stages(
 
 def why_no_parts(parts: int, cluster: Cluster) -> str:
     """Why the GPUs cannot be divided into parts for stages, with what to do; "" where they can."""
+    if cluster.gpus == 1:
+        return f"--pp {parts}: a model in stages needs several GPUs, and there is 1: leave --pp out"
     if parts < 2 or cluster.gpus % parts:
         others = ", ".join(map(str, divisors(cluster.gpus)[1:]))
         return f"--pp {parts} does not divide {cluster.gpus} GPUs: take one of {others}"
@@ -167,8 +169,8 @@ class Search:
         plans = every.own_plans(prove=prove)
         if plans is None:
             raise InfeasibleError(
-                "like stages fit, and one of them does not by itself, or none of its plans that can be proven: take a "
-                "smaller micro-batch, another --tp or fewer stages"
+                f"no plan of {self.shape.option}: stages taken for alike fit, but one of them, solved by itself, does "
+                "not, or has no plan that can be proven: take a smaller micro-batch, another --tp or fewer stages"
             )
         if prove:
             self.solver.check_cut(every.stages, self.shape, degrees.micro_batch)

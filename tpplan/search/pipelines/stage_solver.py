@@ -73,7 +73,9 @@ class StageSolver:
                 "reach: take bf16-mixed"
             )
         if traced.opaques.untouched:
-            raise UsageError(f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}")
+            raise UsageError(
+                f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}; plan without --pp"
+            )
         if micro_batch not in self._cuts:
             self._cuts[micro_batch] = cuts_of(traced.graph, traced.units)
         every = self._cuts[micro_batch]
@@ -83,7 +85,7 @@ class StageSolver:
             shown = "; ".join(list(reasons)[:3]) or f"it has {len(every) + 1 if every else 'no'} repeated layers"
             raise UsageError(
                 f"{shape.option}: the model can be cut at {len(possible)} places, and {shape.count} stages need "
-                f"{shape.count - 1}: {shown}"
+                f"{shape.count - 1}: {shown}; take fewer stages"
             )
         return possible
 

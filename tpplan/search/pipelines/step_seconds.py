@@ -48,9 +48,9 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
 def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape) -> PipelinePrediction:
     steps = plans[0].batch.accumulation_steps
     every = shape.orders(steps)
-    times = [_times(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
+    times = [times_of(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
     ranks = [plans[rank :: shape.parts] for rank in range(shape.parts)]
-    once = max(sum(_seconds_once(plan) for plan in own) for own in ranks)
+    once = max(sum(seconds_once(plan) for plan in own) for own in ranks)
     slowest = max(sum(plan.predicted.step_time_s for plan in own) for own in ranks)
     whole = seconds_of(every, times) + once
     unsent = [StageTimes(forward_s=one.forward_s, backward_s=one.backward_s, send_s=0.0) for one in times]
@@ -72,14 +72,15 @@ def seconds_between(stage: StagePlan, shape: PipelineShape, cluster: Cluster) ->
     return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends)).seconds
 
 
-def _times(plan: Plan, steps: int, send_s: float) -> StageTimes:
+def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:
+    """Seconds of a micro-batch in a stage, of `steps` in a step."""
     seconds = _seconds_of_a_micro_batch(plan, steps)
     again = min(seconds, plan.predicted.time_s.get(RECOMPUTATION, 0.0) / steps)
     forward = (seconds - again) / (1 + _BACKWARD)
     return StageTimes(forward_s=forward, backward_s=seconds - forward, send_s=send_s)
 
 
-def _seconds_once(plan: Plan) -> float:
+def seconds_once(plan: Plan) -> float:
     """Seconds of a stage's step that do not grow with the micro-batches."""
     times = plan.predicted.time_s
     once = sum(seconds for part, seconds in times.items() if part in _ONCE)
@@ -90,4 +91,4 @@ def _seconds_once(plan: Plan) -> float:
 
 def _seconds_of_a_micro_batch(plan: Plan, steps: int) -> float:
     """Seconds of one micro-batch of a stage."""
-    return (plan.predicted.step_time_s - _seconds_once(plan)) / steps
+    return (plan.predicted.step_time_s - seconds_once(plan)) / steps

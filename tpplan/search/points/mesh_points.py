@@ -8,6 +8,7 @@ from tpplan.core.errors import IndivisibleError, UsageError
 from tpplan.core.graph import ModelGraph, within
 from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.core.name_patterns import ROOT
+from tpplan.costs.runs.kernels import dtype_name
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.plan.plan import Precision, Recompute, uses_fsdp
 from tpplan.search.models.trace_cache import TraceCache, Traced
@@ -157,7 +158,7 @@ def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str
     several = next(((unit, names) for unit, names in found.items() if len(names) > 1), None)
     if several is None:
         return ""
-    shown = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in several[1].items())
+    shown = " and ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in several[1].items())
     where = several[0] or ROOT
     return f"FSDP2 takes one dtype of trained parameters a unit, and in {where} {shown}: give them one dtype"
 

@@ -64,6 +64,7 @@ class Options:
     optimizer: str = "adamw"
     recompute: Recompute | str | None = None
     reshard_after_forward: bool | None = None
+    fsdp_over_tp: bool | None = None
     whole_gradients: bool = False
     all_gpus: bool = False
     compile: bool = False

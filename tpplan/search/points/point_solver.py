@@ -217,6 +217,7 @@ class PointSolver:
                 + request.sharded_beside_bytes / mesh.shard,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
+                fsdp_over_tp=request.fsdp_over_tp,
                 whole_gradients=request.whole_gradients,
                 treatments=dict.fromkeys(units, treatment) if treatment is not None else None,
             ),

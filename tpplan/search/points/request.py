@@ -31,6 +31,7 @@ class Request:
     optimizer: str
     recompute: Recompute | None
     reshard_after_forward: bool | None
+    fsdp_over_tp: bool | None
     whole_gradients: bool
     is_compiled: bool
     wishes: Callable[[ModelGraph], Allows] | None
@@ -86,6 +87,7 @@ class Request:
             optimizer=options.optimizer,
             recompute=parse_recompute(options.recompute),
             reshard_after_forward=options.reshard_after_forward,
+            fsdp_over_tp=options.fsdp_over_tp,
             whole_gradients=options.whole_gradients,
             is_compiled=options.compile,
             wishes=options.allows,

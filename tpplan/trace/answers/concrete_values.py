@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import unrecorded
 from tpplan.torch_internals.tensors import storage_key, version_of
@@ -144,7 +144,7 @@ class ConcreteValues(TorchFunctionMode):
             if (number := next(unknown, None)) is not None:  # torch's own code takes no such object, as in mask[i]
                 number.ask()
             if any(word in str(error) for word in _ONLY_HERE):
-                self.miss(str(error).splitlines()[0])
+                self.miss(first_line(error))
             raise
         finally:
             self.constant = before

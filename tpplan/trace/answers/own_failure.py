@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from tpplan.core.errors import InternalError, TpplanError
+from tpplan.core.errors import InternalError, TpplanError, first_line
 from tpplan.core.files import PACKAGE
 from tpplan.torch_internals.probes import failed_probes
 from tpplan.torch_internals.versions import complaint
@@ -74,8 +74,7 @@ def _after_model(frames: Sequence[FrameType]) -> Sequence[FrameType]:
 
 
 def _is_model(code: CodeType) -> bool:
-    file = code.co_filename
-    return is_foreign(file) or (file.startswith(_LAYERS) and file != _CALLING_LAYERS)
+    return is_foreign(code.co_filename) or is_layer(code.co_filename)
 
 
 def _is_applying(frame: FrameType) -> bool:
@@ -94,8 +93,8 @@ def as_internal(error: BaseException) -> InternalError:
     own = [frame for frame in frames if frame.f_code.co_filename.startswith(_TPPLAN)]
     frame = (own or frames)[-1]
     where = f"{frame.f_code.co_filename.removeprefix(_TPPLAN)}, {frame.f_code.co_name}"
-    reason = (str(error).strip() or "no message").splitlines()[0]
     return InternalError(
-        f"tpplan's own code failed, through no fault of the model: {type(error).__name__} in {where}: {reason}. "
+        f"tpplan's own code failed, through no fault of the model: {type(error).__name__} in {where}: "
+        f"{first_line(error, 'no message')}. "
         f"torch is {torch.__version__}. Please report this with what `tpplan doctor` prints."
     )

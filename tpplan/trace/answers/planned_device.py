@@ -43,7 +43,8 @@ _MODES = (str(PACKAGE / "trace" / "layer_calls.py"),)
 _METHODS = tuple(str(Path(torch.__file__).parent / file) for file in ("_tensor.py", "overrides.py"))
 #: NVIDIA's compute capability by a word of the device's name (CUDA C++ Programming Guide, compute capabilities)
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
-DEVICE_PATTERN = r"[a-z]+(?: [0-9]+\.[0-9]+)?"
+#: the text of a PlannedDevice
+_AS_TEXT = r"[a-z]+(?: [0-9]+\.[0-9]+)?"
 #: functions of torch.distributed that answer differently from rank to rank, and those that one process cannot do
 _ASKING_RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_backend", "get_process_group_ranks")
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "barrier",
@@ -75,10 +76,11 @@ class PlannedDevice:
         return cls(type=profile.device_type, capability=next(known, None) if profile.device_type == "cuda" else None)
 
     @classmethod
-    def parse(cls, text: str) -> "PlannedDevice":
-        """The device that str() gave as text. Raises PlanError for any other text."""
-        if re.fullmatch(DEVICE_PATTERN, text) is None:
-            raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}")
+    def parse(cls, text: str, *, plan_path: str) -> "PlannedDevice":
+        """The device that str() gave as text, which stands at `plan_path` in a plan. Raises PlanError for any other
+        text."""
+        if re.fullmatch(_AS_TEXT, text) is None:
+            raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}", plan_path=plan_path)
         kind, _, capability = text.partition(" ")
         major, _, minor = capability.partition(".")
         return cls(type=kind, capability=(int(major), int(minor)) if capability else None)
@@ -91,10 +93,13 @@ class PlannedDevice:
         """The torch.device that tensors report: of GPUs, the first of a node."""
         return torch.device(self.type, 0) if self.type != "cpu" else torch.device("cpu")
 
-    def own_capability(self, *_: object) -> tuple[int, int]:
+    def own_capability(self, *_: object, **__: object) -> tuple[int, int]:
         """The answer to torch.cuda.get_device_capability. Raises ModelError where the profile does not give it."""
         if self.capability is None:
-            raise ModelError(f"{asking_line()}: asks for the GPU's compute capability, which the profile does not say")
+            raise ModelError(
+                f"{asking_line()}: asks for the GPU's compute capability, which the profile does not say: let the "
+                f"profile's `device` name one of {', '.join(_CAPABILITIES)}, or ask in the builder"
+            )
         return self.capability
 
 
@@ -287,7 +292,7 @@ def _answers(
     planned: PlannedDevice, refused: Callable[[str], None]
 ) -> Iterator[tuple[Any, str, Callable[..., object]]]:
     """Yields (owner, name, answer): a function that the model's code may call, and what answers in its place."""
-    yield dist, "is_initialized", lambda *_: True
+    yield dist, "is_initialized", lambda: True
     for name in _ASKING_RANKS:
         yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on", refused)
     for name in _COLLECTIVES:
@@ -296,8 +301,8 @@ def _answers(
         asks = "asks for the address of a tensor's storage, which differs on each rank"
         yield storage, "data_ptr", _refusal(asks, refused)
     is_gpu = planned.type == "cuda"
-    yield torch.cuda, "is_available", lambda *_: is_gpu
-    yield torch.accelerator, "is_available", lambda *_: is_gpu
+    yield torch.cuda, "is_available", lambda: is_gpu
+    yield torch.accelerator, "is_available", lambda: is_gpu
     if is_gpu:
         yield torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
     else:  # without check_available the answer is what torch was built for, on ranks as here
@@ -307,21 +312,21 @@ def _answers(
             "current_accelerator",
             lambda check_available=False: None if check_available else built_for,
         )
-        yield torch.cuda, "device_count", lambda *_: 0
-        yield torch.accelerator, "device_count", lambda *_: 0
+        yield torch.cuda, "device_count", lambda: 0
+        yield torch.accelerator, "device_count", lambda: 0
         return
     for owner in (torch.cuda, torch.accelerator):
         for name in _ASKING_GPUS:
             yield owner, name, _refusal(f"asks {owner.__name__}.{name}(){_NOT_IN_PROFILE}", refused)
         for name in _NUMBERS:
             number = UnknownNumber(f"{owner.__name__}.{name}(){_NOT_IN_PROFILE}", refused)
-            yield owner, name, lambda *_, number=number: number
-        yield owner, "synchronize", lambda *_: None
-        yield owner, "empty_cache", lambda *_: None
-    yield torch.cuda, "current_device", lambda *_: 0
-    yield torch.accelerator, "current_device_index", lambda *_: 0
+            yield owner, name, lambda *_, number=number, **__: number
+        yield owner, "synchronize", lambda *_, **__: None
+        yield owner, "empty_cache", lambda: None
+    yield torch.cuda, "current_device", lambda: 0
+    yield torch.accelerator, "current_device_index", lambda: 0
     yield torch.cuda, "get_device_capability", planned.own_capability
-    yield torch.cuda, "is_bf16_supported", lambda *_: planned.own_capability() >= (8, 0)
+    yield torch.cuda, "is_bf16_supported", lambda *_, **__: planned.own_capability() >= (8, 0)
 
 
 def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]:
@@ -344,7 +349,7 @@ def _answered(owner: Any, name: str, answer: Callable[..., object]) -> Iterator[
 
     def asked(*args: Any, **kwargs: Any) -> object:
         caller = sys._getframe(1).f_code.co_filename
-        return answer(*args) if is_foreign(caller) else function(*args, **kwargs)
+        return answer(*args, **kwargs) if is_foreign(caller) else function(*args, **kwargs)
 
     setattr(owner, name, asked)
     try:

@@ -15,7 +15,8 @@ def with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, str
     """
     if graph.values.keys() != other.values.keys():
         raise ModelError(
-            f"data decides a size, and which ops run depends on it: {', '.join(guessed)}. Let every op run at any size"
+            f"data decides a size, and which ops run depends on it: {', '.join(guessed)}. Make the code run "
+            "the same ops at every size"
         )
     values = {
         name: replace(value, varying=tuple(i for i, size in enumerate(value.shape) if size != there.shape[i]))

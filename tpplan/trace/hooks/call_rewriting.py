@@ -171,11 +171,12 @@ def _disabled(function: Callable[..., Any]) -> Any:
 
 
 def _attribute(name: str, numbers: Mapping[Path, tuple[int, int]], rewriters: tuple[Rewriter, ...]) -> property:
-    """An attribute in which integers are others in the code of a forward with these rewriters, and what it was set to
-    elsewhere. `numbers` has, by path inside the attribute, what they are and what that code reads.
+    """A property in place of the attribute `name`: a forward with these rewriters reads a rank's integers in it, all
+    other code what was set. `numbers` has, by path inside the attribute, (planned integer, a rank's integer).
 
-    In that code it raises PlanMismatchError where a number is no longer what it was, or the attribute is set: it is no
-    size then. Of an attribute that has them inside, the code reads a copy (_Rewriting.copied), for others may share it.
+    Where the integers are inside an object, the forward reads a copy of it (_Rewriting.copied), as other modules may
+    share it. Reading or setting the attribute in such a forward raises PlanMismatchError where an integer is no longer
+    the planned one, or the forward sets the attribute: it is no size then.
     """
 
     def read(self: nn.Module) -> object:

@@ -27,8 +27,8 @@ running_traces: list[dict[str, list[Tensor]]] = []
 #: outputs of opaque modules by the key of the call, one table for each trace that is running
 running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
 
-#: makes a call that a hook or a sibling adds, of an operator with arguments; NotImplemented: the call is to be made as
-#: any other, through all modes that are on
+#: makes a call of an operator with arguments that a hook or a sibling adds to a trace, and gives its results;
+#: NotImplemented where the call is to be made as any other, through all modes that are on
 Caller = Callable[[Any, tuple[Any, ...]], Any]
 #: the callers of what is running, the innermost last
 _callers: list[Caller] = []
@@ -106,9 +106,11 @@ def flex_mask(others: list[Tensor], code: str, sizes: list[int]) -> Tensor:
 
 
 def arriving(chosen: Tensor, experts: int, ep: int, imbalance: float) -> Tensor:
-    """The expert that computes each row that arrives on a rank, one of its `experts` [rows]. `chosen` are the experts
-    of the rows that the rank sends. `ep` ranks tell each other how many rows they send. How many arrive data decides:
-    `imbalance` times as many as are sent are taken."""
+    """Experts [rows] of the rows that arrive on a rank, numbered among its own `experts`.
+
+    `chosen` [sent] are the experts of the rows that the rank sends to `ep` ranks, which tell each other how many they
+    send. Data decides how many rows arrive; the trace takes `imbalance` times as many as are sent.
+    """
     found: Tensor = torch.ops.tpplan.arriving(chosen, experts, ep, imbalance)
     return found
 
@@ -133,7 +135,7 @@ def _as_many(rows: Tensor, like: Tensor, ep: int) -> Tensor:
 def _flex_attention(
     query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], code: str, batch: bool, heads: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes, work and saved tensors as of the fused kernel without a mask."""
+    """Attention by the fused kernel without a mask, for its shapes, work and saved tensors."""
     for other in others:
         query = query + other.sum() if other.requires_grad else query
     found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)

@@ -53,7 +53,8 @@ class OpaqueTrace:
 
     key: digest of the class, the signature, the outputs and the operators; equal keys stand for equal calls.
     keeps, keeps_results: positions of the tensors among the arguments, and among the outputs, kept for backward.
-    kept_bytes: kept for backward besides. forward_bytes, backward_bytes: the most held on top while each pass runs.
+    kept_bytes: kept for backward besides these tensors. forward_bytes, backward_bytes: the most held on top of what is
+        kept, while each pass runs.
     bodies: names of the loops and choices (torch.while_loop, torch.cond) whose functions ran once each.
     is_bounded: every size that data decides has an upper bound, which was counted for it.
     written: names of the weights that the call changes or replaces.
@@ -126,7 +127,7 @@ class Opaques:
     calls: dict[object, OpaqueTrace] = field(default_factory=dict)
     #: why a plan must leave the parameters the tensors that they are, "" where it need not; the root runs whole then
     untouched: str = ""
-    #: whether that is because of hooks on accumulated gradients, which run at the end of every backward
+    #: whether `untouched` is for hooks on accumulated gradients, which run at the end of every backward
     is_hooked: bool = False
 
     def num_averages(self, num_backwards: int) -> int | None:
@@ -145,7 +146,7 @@ class Opaques:
         return {observed.key: observed for observed in self.calls.values()}
 
 
-# In a trace
+# ---- in a trace
 
 
 @dataclass(slots=True)
@@ -160,7 +161,12 @@ class _Recorder:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         name = self.names[id(module)]
         call = OpaqueCall(
-            module=name, kind=self.opaques.kinds[name], leaves=tuple(leaves), spec=spec, weights=weights, modes=_modes()
+            module=name,
+            kind=self.opaques.kinds[name],
+            leaves=tuple(leaves),
+            spec=spec,
+            weights=weights,
+            modes=running_modes(),
         )
         observed = self.opaques.calls.get(call.signature)
         if observed is None:
@@ -236,8 +242,9 @@ def _hooked(weight: Tensor, hooks: tuple[Callable[[Tensor], Tensor | None], ...]
     return read
 
 
-def _modes() -> tuple[Any, ...]:
-    """(whether gradients are on, then for each device its name, whether autocast is on, autocast's dtype)."""
+def running_modes() -> tuple[Any, ...]:
+    """The part of torch's global state that what a call runs depends on: (whether gradients are on, then for each
+    device its name, whether autocast is on, autocast's dtype)."""
     casts = (
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tpplan.core.errors import first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.fakes import (
@@ -56,19 +57,15 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
         try:
             return _observe(module, call, lambda _: contextlib.nullcontext(), is_untouched)
         except _ForeignError:
-            readable = set(call.weights) if is_untouched else set()
-            return _observe(
-                module, call, lambda fakes: ForeignReads({name: fakes[name] for name in readable}), is_untouched
-            )
+            return _observe(module, call, lambda fakes: ForeignReads(fakes if is_untouched else {}), is_untouched)
     except UnobservableError:
         raise
     except Exception as error:
         if (failure := own_failure(error, has_run=False)) is not None:
             raise failure from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = raising_line(error)
         where = f" at {line}" if line else ""
-        raise UnobservableError(f"{type(error).__name__}: {reason}{where}") from error
+        raise UnobservableError(f"{type(error).__name__}: {first_line(error)}{where}") from error
 
 
 def _observe(
