@@ -2,10 +2,12 @@
 
 The point with the least lower bound is looked at more closely, until the least bound is that of a plan. An early plan
 excludes most points by their first bounds; so, until there is one, points of one tp degree after the other are looked
-at. A point's bounds are its floor (tpplan.search.points.point_solver.PointSolver.floor), with the least of every other
-term; its optimum without a memory limit; and that of the relaxation of its ILP with one memory row, or of one that is
-below those of several points (tpplan.solvers.common_bound). A point is left out before it is traced or priced where a
-smaller micro-batch on its mesh does not fit, and where its GPUs at the best rates of the profile would take too long
+at; and of a model whose experts may be divided among several numbers of ranks, which has several times as many points,
+those of all micro-batches and numbers together. A point's bounds are its floor
+(tpplan.search.points.point_solver.PointSolver.floor), with the least of every other term; its optimum without a memory
+limit; and that of the relaxation of its ILP with one memory row, or of one that is below those of several points
+(tpplan.solvers.common_bound). A point is left out before it is traced or priced where a smaller micro-batch on its mesh
+does not fit, and where its GPUs at the best rates of the profile would take too long
 (tpplan.search.points.best_rates).
 """
 
