@@ -174,6 +174,17 @@ def test_it_is_chosen_where_memory_binds_and_can_be_forbidden() -> None:
         solved(over_tp=False, pins=pins, memory_limit_bytes=limit, prove=False)
 
 
+def test_it_is_decided_where_tp_replicates_the_weights_of_layers() -> None:
+    """Layers on slices of tokens are pinned; else tp divides the layers, and nothing is looked at again."""
+    pins = {"layers.*": "sequence"}
+    seconds = {
+        wanted: solved(over_tp=wanted, pins=pins, prove=False).predicted.step_time_s for wanted in (None, True, False)
+    }
+    assert seconds[True] != pytest.approx(seconds[False], rel=1e-6)
+    assert seconds[None] == pytest.approx(min(seconds[True], seconds[False]))
+    assert solved(over_tp=None, pins={"layers.*": "megatron"}, prove=False).fsdp.over_tp is None
+
+
 def test_it_is_said(wide: Plan) -> None:
     text = render(wide, width=200)
     assert "over shard x tp: layers.0-1" in text
