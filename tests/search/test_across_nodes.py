@@ -13,6 +13,7 @@ from tpplan.core.mesh import AXES, Axis, Mesh, divisors, tp_degrees
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
+from tpplan.search.points.unsearched import WITHOUT_UNITS_OVER_TP
 from tpplan.solvers.problem import Status
 
 NUM_TABLES, ROWS, WIDTH = 4, 2**22, 128
@@ -107,12 +108,23 @@ def test_a_profile_of_one_node_says_that_tp_across_nodes_was_not_searched() -> N
     kept = tuple(t for t in whole.collectives if t.kind is not Collective.ALL_TO_ALL or t.group.nodes == 1)
     plan = solved(replace(whole, name="half", collectives=kept))
     assert plan.mesh_degrees.tp <= 4
-    (reason,) = plan.solver.unsearched or ()
+    reason, *others = plan.solver.unsearched or ()
+    assert set(others) <= {WITHOUT_UNITS_OVER_TP}
     assert reason == "tp across nodes: profile half has no all_to_all across nodes"
     assert reason in " ".join(render(plan, width=200).split())
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def test_nothing_is_left_out_where_a_node_is_all() -> None:
-    plan = solve_example("mlp", machine(), gpus=4)
+    plan = solve_example("mlp", machine(), gpus=4, fsdp_over_tp=False)
     assert plan.solver.unsearched is None
+
+
+@pytest.mark.parametrize(("is_wanted", "lines"), [(None, (WITHOUT_UNITS_OVER_TP,)), (False, None)])
+def test_a_plan_says_that_no_layer_over_shard_and_tp_was_searched(
+    is_wanted: bool | None, lines: tuple[str, ...] | None
+) -> None:
+    """Where the fastest plan cuts all layers on tp, unless such layers were not to be searched."""
+    plan = solve_example("mlp", machine(), gpus=4, fsdp_over_tp=is_wanted)
+    assert not plan.may_have_units_over_tp()
+    assert plan.solver.unsearched == lines

@@ -24,6 +24,7 @@ from tpplan.search.points.mesh_points import Point, applicable, points_of
 from tpplan.search.points.options import Allows, Batch, Cluster, Options, Progress
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
+from tpplan.search.points.unsearched import WITHOUT_UNITS_OVER_TP
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
@@ -115,7 +116,8 @@ def solve_request(request: Request, options: Options, reuse: Reuse | None, *, pr
 
     Where it is open whether FSDP shards layers over shard and tp together, the fastest plan without such layers comes
     first. Only where tp replicates all weights of one of its layers, or none fits, are all points looked at again with
-    the choice open: their bounds are lower then, and many more would be solved each time.
+    the choice open: their bounds are lower then, and many more would be solved each time. Elsewhere the plan says that
+    it was not searched.
     """
     shared = reuse or Reuse()
 
@@ -131,7 +133,8 @@ def solve_request(request: Request, options: Options, reuse: Reuse | None, *, pr
     except InfeasibleError:
         return searched(None)
     if not plan.may_have_units_over_tp():
-        return plan
+        left = (*(plan.solver.unsearched or ()), WITHOUT_UNITS_OVER_TP)
+        return replace(plan, solver=replace(plan.solver, unsearched=left))
     return min((searched(None), plan), key=lambda own: own.predicted.step_time_s)
 
 

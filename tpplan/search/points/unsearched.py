@@ -6,6 +6,9 @@ from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.machine.profile import HardwareProfile
 from tpplan.search.points.options import Cluster
 
+#: why no plan was searched whose layers FSDP shards over shard and tp together
+WITHOUT_UNITS_OVER_TP = "FSDP over shard x tp: the fastest plan without it has no layer that tp replicates"
+
 
 def unsearched_degrees(cluster: Cluster, profile: HardwareProfile) -> Iterator[str]:
     """Lines on tp degrees that no searched mesh has, where none is pinned."""
