@@ -164,9 +164,10 @@ def test_rivals_are_what_practitioners_write(plans: dict[str, Plan]) -> None:
         assert plan.parameters["layers.*.feed_forward.down_proj.weight"].placement == S(1)
         assert plan.parameters["layers.*.ffn_norm.weight"].reads == {"layers.*.ffn_norm": norm}
         assert plan.parameters["layers.*.feed_forward.down_proj.bias"].reads == {"layers.*.feed_forward.down_proj": P}
-        after_pairs = plan.boundaries["layers.*.dropout"]
-        (crossing,) = (*after_pairs.inputs.values(), *after_pairs.outputs.values())
-        assert (crossing.conversion.source, crossing.conversion.target) == (P, residual)
+        for name in ("layers.*.attention.o_proj", "layers.*.feed_forward.down_proj"):
+            after_pair = plan.boundaries[name]
+            (crossing,) = (*after_pair.inputs.values(), *after_pair.outputs.values())
+            assert (crossing.conversion.source, crossing.conversion.target) == (P, residual)
 
 
 def test_a_plan_under_two_names_is_run_once(testbed: ModuleType, plans: dict[str, Plan]) -> None:
