@@ -5,7 +5,8 @@ the last. From there they are followed, in both directions, through ops that kee
 weights that make or read them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import S
@@ -25,15 +26,20 @@ Counts = tuple[int, ...]
 def heads_of_parameters(graph: ModelGraph) -> dict[str, Mapping[int, Counts]]:
     """Parameter name -> dim -> the heads in it; without parameters that have none in any dim."""
     marks: dict[str, dict[int, Counts]] = {}
-    for name, dim, counts in _seen(graph):
-        marks.setdefault(name, {})[dim] = counts
-    known = -1
-    while known != (known := sum(map(len, marks.values()))):  # each round only adds marks, of which there are few
-        for node in (*reversed(graph.nodes), *graph.nodes):
-            if marks.keys().isdisjoint((*node.operands, *node.results)):
-                continue
-            for name, dim, counts in tuple(_told(graph, node, marks)):
-                marks.setdefault(name, {}).setdefault(dim, counts)
+    todo = deque[str]()
+
+    def mark(found: Iterable[tuple[str, int, Counts]]) -> None:
+        for name, dim, counts in found:
+            if dim not in marks.setdefault(name, {}):
+                marks[name][dim] = counts
+                todo.append(name)
+
+    mark(_seen(graph))
+    while todo:
+        name = todo.popleft()
+        producers = (graph.producers[name],) if name in graph.producers else ()
+        for node in (*producers, *graph.consumers.get(name, ())):
+            mark(tuple(_told(graph, node, marks)))
     return {own.label: dict(marks[own.result]) for own in graph.parameters if own.result in marks}
 
 
