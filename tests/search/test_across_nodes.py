@@ -9,6 +9,7 @@ from examples import machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.core.errors import UsageError
 from tpplan.core.mesh import AXES, Axis, Mesh, divisors, tp_degrees
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
@@ -118,6 +119,11 @@ def test_a_profile_of_one_node_says_that_tp_across_nodes_was_not_searched() -> N
 def test_nothing_is_left_out_where_a_node_is_all() -> None:
     plan = solve_example("mlp", machine(), gpus=4, fsdp_over_tp=False)
     assert plan.solver.unsearched is None
+
+
+def test_layers_over_shard_and_tp_that_no_mesh_can_have_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"fsdp_over_tp=True needs .* 4 GPUs with tp=4 has: leave it out, or pin"):
+        solve_example("mlp", machine(), gpus=4, tp=4, fsdp_over_tp=True)
 
 
 @pytest.mark.parametrize(("is_wanted", "lines"), [(None, (WITHOUT_UNITS_OVER_TP,)), (False, None)])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import InfeasibleError, SolverError
+from tpplan.core.errors import InfeasibleError, SolverError, UsageError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -126,7 +126,15 @@ def solve_request(request: Request, options: Options, reuse: Reuse | None, *, pr
         solvers, points, unsearched = every_degree(*prepare(own, options, shared), options)
         return search(solvers, points, unsearched, prove=prove)
 
-    if request.fsdp_over_tp is not None or not _has_shards_and_tp(request, options):
+    has_both = _has_shards_and_tp(request, options)
+    if request.fsdp_over_tp and not has_both:
+        pinned = ", ".join(f"{name}={own}" for name, own in (("tp", options.tp), ("fsdp", options.fsdp)) if own)
+        on, other = (f" with {pinned}", ", or pin other degrees") if pinned else ("", "")
+        raise UsageError(
+            "fsdp_over_tp=True needs a mesh with several ranks on both axes, shard and tp; none of "
+            f"{request.cluster.gpus} GPUs{on} has: leave it out{other}"
+        )
+    if request.fsdp_over_tp is not None or not has_both:
         return searched(request.fsdp_over_tp)
     try:
         plan = searched(False)
