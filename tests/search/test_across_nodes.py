@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from examples import machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.core.errors import UsageError
+from tpplan.core.errors import SolverError, UsageError
 from tpplan.core.mesh import AXES, Axis, Mesh, divisors, tp_degrees
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
+from tpplan.search import planner
 from tpplan.search.points.unsearched import WITHOUT_UNITS_OVER_TP
 from tpplan.solvers.problem import Status
 
@@ -134,3 +136,21 @@ def test_a_plan_says_that_no_layer_over_shard_and_tp_was_searched(
     plan = solve_example("mlp", machine(), gpus=4, fsdp_over_tp=is_wanted)
     assert not plan.may_have_units_over_tp()
     assert plan.solver.unsearched == lines
+
+
+def test_a_plan_is_kept_where_the_search_over_shard_and_tp_ends_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second search is asked for by a plan whose layers tp replicates, and fails."""
+    first, searches = planner.search, []
+
+    def search(*args: Any, **options: Any) -> Plan:
+        searches.append(args)
+        if len(searches) > 1:
+            raise SolverError("no plan could be proven in 50 rounds\nof many words")
+        return first(*args, **options)
+
+    monkeypatch.setattr(planner, "search", search)
+    monkeypatch.setattr(Plan, "may_have_units_over_tp", lambda self: True)
+    plan = solve_example("mlp", machine(), gpus=4)
+    assert len(searches) == 2
+    assert plan.proof.status == "proven"
+    assert plan.solver.unsearched == ("FSDP over shard x tp: no plan could be proven in 50 rounds",)

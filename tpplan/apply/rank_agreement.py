@@ -48,8 +48,8 @@ def _own_state(model: nn.Module, plan_hash: str, error: TpplanError | None) -> R
 
 
 def all_ranks(own: T) -> list[T]:
-    """What each rank of the default process group passes, by rank; every rank must call this function. Without a
-    process group, and on a fake one, what this process passes alone."""
+    """The arguments `own` of all ranks of the default process group, by rank; every rank must call this function.
+    Without a process group, and on a fake one, this process's argument alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return [own]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -72,7 +72,8 @@ class Timeline:
 
 
 class StageWork(StrEnum):
-    """What the ranks of a part of a pipeline do; sending of what a forward or a backward gives may run beside it."""
+    """Kinds of work of the ranks of one pipeline part. A send of the result of a forward or a backward may run beside
+    either."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -94,7 +94,6 @@ class _Finder:
         self.formulation = formulation
         self.check = check
         self.trials = 0
-        self.is_handed_on = False
         graph = assignment.graph
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
@@ -117,7 +116,6 @@ class _Finder:
         yield seen
         yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
         if isinstance(self.found, Counterexample) and self.found.strange:
-            self.is_handed_on = True  # other code that is handed the number may differ first, by the same size
             computed = [node.name for node in graph.nodes if self._comes_before(node.name)]
             yield [name for name in computed if local_sizes(self.assignment, name) & self.found.strange]
 
@@ -181,7 +179,7 @@ class _Finder:
             return False
         if self.node is None:
             return again.message == self.found.message
-        return again.node == self.node or (self.is_handed_on and bool(again.strange & self.found.strange))
+        return again.node == self.node
 
     def smallest(self, choices: Choices) -> Choices:
         """The choices without those that the counterexample does not need."""

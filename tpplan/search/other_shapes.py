@@ -131,7 +131,7 @@ class _Search:
 
     @cached_property
     def grows_with(self) -> frozenset[str]:
-        """Those of BATCH and LENGTH with which dims of the inputs grow."""
+        """The sizes, of BATCH and LENGTH, with which any dim of the inputs grows."""
         found = {dim.grows_with for dims in self.dims.values() for dim in dims} - {""}
         return frozenset(found - {BOTH} | {BATCH, LENGTH} if BOTH in found else found)
 
@@ -304,7 +304,7 @@ class _Search:
         )
 
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
-        """Those of BATCH and LENGTH with which a dim grows that the plan shards at its own shapes."""
+        """The sizes, of BATCH and LENGTH, with which any dim grows that the plan shards at its own shapes."""
         if graph.values.keys() != self.traced.graph.values.keys():
             return frozenset()
         ratios = {BATCH: (batch, self.planned[0]), LENGTH: (length, self.planned[1])}

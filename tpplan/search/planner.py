@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import InfeasibleError, SolverError, UsageError
+from tpplan.core.errors import InfeasibleError, SolverError, UsageError, first_line
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -141,9 +141,16 @@ def solve_request(request: Request, options: Options, reuse: Reuse | None, *, pr
     except InfeasibleError:
         return searched(None)
     if not plan.may_have_units_over_tp():
-        left = (*(plan.solver.unsearched or ()), WITHOUT_UNITS_OVER_TP)
-        return replace(plan, solver=replace(plan.solver, unsearched=left))
-    return min((searched(None), plan), key=lambda own: own.predicted.step_time_s)
+        return _left_out(plan, WITHOUT_UNITS_OVER_TP)
+    try:
+        return min((searched(None), plan), key=lambda own: own.predicted.step_time_s)
+    except SolverError as error:  # out of time, or of rounds of proof: what is found stays found
+        return _left_out(plan, f"FSDP over shard x tp: {first_line(error)}")
+
+
+def _left_out(plan: Plan, line: str) -> Plan:
+    """The plan with one more line on what was not searched."""
+    return replace(plan, solver=replace(plan.solver, unsearched=(*(plan.solver.unsearched or ()), line)))
 
 
 def _has_shards_and_tp(request: Request, options: Options) -> bool:

@@ -24,8 +24,8 @@ def common_problem(problems: Sequence[Problem]) -> Problem:
 
 
 def shape_of(problem: Problem) -> Hashable:
-    """What problems of the same nodes and edges must have equal for `common_problem`: splits, conflicts, and the nodes,
-    parts and guards of all terms."""
+    """A key that is equal for problems which `common_problem` can join, if they have the same nodes and edges: their
+    splits, conflicts, and the nodes, parts and guards of all terms."""
     sums = problem.objective, *(resource.terms for resource in problem.resources)
     return problem.splits, problem.conflicts, tuple(map(_shape, sums))
 

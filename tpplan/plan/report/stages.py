@@ -66,7 +66,8 @@ def _asked(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
 
 
 def stage_sentence(plan: Plan) -> str:
-    """What a stage runs, keeps and sends on, for who never heard of stages."""
+    """A sentence on the modules that a stage runs and the tensors that it keeps and sends, without words that need
+    explaining."""
     stage = plan.stage
     assert stage is not None
     number, layers, *_, sends = _row(plan)

@@ -36,7 +36,7 @@ def samples(batch: BatchPlan) -> str:
 
 
 def unit_of(batch: BatchPlan) -> str:
-    """What throughput counts: "tokens", or "samples" where they have no length."""
+    """The unit of throughput: "tokens", or "samples" for a batch whose samples have no length."""
     return "tokens" if batch.seq_len > 1 else "samples"
 
 
