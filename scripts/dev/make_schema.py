@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
 from tpplan.core.strict_json import Above, AtLeast, Text
-from tpplan.plan.plan import SCHEMA_VERSION, Plan
+from tpplan.plan.plan import SCHEMA_VERSION
+from tpplan.plan.plan_entries import PlanEntries
 
 SCHEMA_PATH = Path(__file__).resolve().parents[2] / "tpplan" / "plan" / "plan.schema.json"
 
@@ -24,7 +25,7 @@ Schema = dict[str, object]
 def plan_schema() -> Schema:
     """The JSON Schema (draft 2020-12) of a plan."""
     definitions: dict[str, Schema] = {}
-    root = _object(Plan, definitions)
+    root = _object(PlanEntries, definitions)
     properties = root["properties"]
     assert isinstance(properties, dict)
     properties["schema_version"] = {"const": SCHEMA_VERSION}

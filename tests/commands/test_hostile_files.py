@@ -22,7 +22,8 @@ from tpplan.core.errors import PlanError
 from tpplan.core.files import write_atomically
 from tpplan.exporters._pytorch_file import Styles, file_text, quoted
 from tpplan.machine.profile import load_profile
-from tpplan.plan.plan import MAX_NAMES, Plan
+from tpplan.plan.plan import Plan
+from tpplan.plan.plan_problems import MAX_NAMES
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report import render
 
