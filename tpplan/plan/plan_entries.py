@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntries:
-    """A complete plan, keyed by names. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
+    """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
     `sizes` are numbers to replace while a module's forward runs. `losses` are modules whose forward computes a cross
     entropy on a slice of that many classes; `draws` are modules whose dropout runs on slices. `recompute` are modules
