@@ -57,7 +57,7 @@ class OnDTensors(ParallelStyle):
 
     def __init__(self, *placements: Placement, **weights: Placement) -> None:
         super().__init__()
-        self.source, self.target, self.output = placements or [Replicate()] * 3
+        self.source, self.target, self.output = placements or (Replicate(), Replicate(), Replicate())
         self.weights = weights
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
