@@ -97,7 +97,8 @@ def _speed(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
-    """The cells of a stage: its number, layers, seconds, memory, recomputed layers, micro-batches kept, bytes sent for each."""
+    """The cells of a stage: its number, layers, seconds, memory, recomputed layers, micro-batches kept, bytes sent of
+    each."""
     stage = plan.stage
     assert stage is not None
     return (
