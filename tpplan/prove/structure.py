@@ -132,7 +132,10 @@ def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -
     checked = _checked(original, short, plan, ranks)
     if isinstance(checked, Plan):
         return checked if is_trial else _checked(original, original, checked, ranks[:1])
-    return checked if short.is_faithful else _checked(original, original, plan, ranks)
+    # Whatever the plan: found once for these layers.
+    key = Original.is_faithful, frozenset(fewer.standing.items())
+    is_faithful = original.assignment.graph.once(key, lambda: short.is_faithful)
+    return checked if is_faithful else _checked(original, original, plan, ranks)
 
 
 def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
