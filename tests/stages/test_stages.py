@@ -357,15 +357,14 @@ def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
 class Counted(TorchDispatchMode):
     """Counts collectives by kind."""
 
-    KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
-
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0]
-        self.found[self.KINDS.get(name, "")] += name in self.KINDS
+        kinds = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+        self.found[kinds.get(name, "")] += name in kinds
         return func(*args, **(kwargs or {}))
 
 

@@ -106,8 +106,8 @@ class StageSolver:
         return replace(self.cluster, gpus=own, gpus_per_node=min(self.cluster.gpus_per_node, own))
 
     def resting_bytes(self, stage: StagePlan, degrees: Degrees) -> tuple[float, float]:
-        """About the bytes of a stage's parameters, gradients and states on a tp rank: those that FSDP divides, before it
-        does, and those that stay whole."""
+        """About the bytes of a stage's parameters, gradients and states on a tp rank: those that FSDP divides, before
+        it does, and those that stay whole."""
         optimizer, sharded, whole = optimizer_named(self.request.optimizer), 0.0, 0.0
         graph = self.whole(degrees.micro_batch).graph
         for source in graph.parameters:
