@@ -34,6 +34,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.prove.local_nodes import LocalNodes
+from tpplan.prove.whole_shapes import Grows
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.boundary_marks import BoundaryHook
@@ -47,7 +48,8 @@ from tpplan.trace.whole.opaque import Opaques
 @dataclass(frozen=True, kw_only=True)
 class Original:
     """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
-    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both."""
+    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both; `grows` has
+    the dims that grow with batch or length."""
 
     model: nn.Module
     inputs: Inputs
@@ -56,6 +58,7 @@ class Original:
     cast: BoundaryHook
     opaques: Opaques = field(default_factory=Opaques)
     fewer: FewerLayers = field(default_factory=FewerLayers)
+    grows: Grows = frozenset
 
     @cached_property
     def nodes(self) -> LocalNodes:
@@ -155,7 +158,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written:
                 more = _with_quotients(assignment, model, found, written)
             if more == written:
-                more = with_attributes_of(assignment, model, found, written)
+                more = with_attributes_of(assignment, model, found, written, original.grows)
             if more == written:
                 return max(differences, key=original.place_of)
             written = more

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
@@ -38,8 +39,9 @@ def put_to_proof(
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
     of choices need not compare all layers."""
     subject = solver.request.subject
+    original = replace(traced.original(assignment, subject), grows=lambda: solver.traces.growing(traced))
     with subject.planning():
-        checked = check_structure(traced.original(assignment, subject), plan, is_trial=is_trial)
+        checked = check_structure(original, plan, is_trial=is_trial)
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, assignment) or checked

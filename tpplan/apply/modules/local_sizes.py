@@ -12,6 +12,9 @@ that differs from the planned one in scale only, as in another batch or length, 
 
 A planned size that is a product of the tensor's dims (SizePlan.dims, .times) holds for every batch and length. The code
 may give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
+
+Code that computes with a tensor's sizes, or takes another path for some of them (`if x.shape[1] == 1` of heads), is
+told the sizes of one process where it asks (SHAPE), and what it then gives to calls is replaced as above.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import ATTRIBUTE, SizePlan
+from tpplan.plan.plan import ATTRIBUTE, SHAPE, SizePlan
 from tpplan.trace.hooks.nested_integers import parse_path, value_at
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
@@ -49,6 +52,8 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
 }
+#: functions by which code asks a tensor for its shape
+_ASKS = (vars(torch._C.TensorBase)["shape"].__get__, Tensor.size)
 #: keyword names of sizes
 _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "repeats")
 
@@ -64,6 +69,7 @@ class LocalSizes:
     sizes: tuple[SizePlan, ...]
     table: Mapping[tuple[str, int, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
     by_dims: Mapping[tuple[str, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+    told: tuple[SizePlan, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table: dict[tuple[str, int, int, int], list[SizePlan]] = {}
@@ -76,6 +82,7 @@ class LocalSizes:
                 by_dims.setdefault(place, []).append(size)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "by_dims", by_dims)
+        object.__setattr__(self, "told", tuple(size for size in self.sizes if size.call == SHAPE))
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
@@ -84,11 +91,26 @@ class LocalSizes:
         return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        if self.told and func in _ASKS:
+            return self._told(func, *args, **kwargs)
         place = _TAKES.get(func)
         if place is None:
             return NotImplemented
         args, kwargs = self._replaced(*place, args, kwargs)
         return func(*args, **kwargs)
+
+    def _told(self, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shape of x, or its size in a dim, as code in one process gets it."""
+        shape = func(x) if func is not Tensor.size else x.size()
+        if torch.compiler.is_compiling():
+            raise PlanMismatchError(
+                f"code asks for the shape of a tensor {list(shape)}, and a rank tells it that of one process, which "
+                "torch.compile cannot: leave the module out of what is compiled"
+            )
+        whole = {size.position: size.written for size in self.told if _is_shape(shape, size.of)}
+        told = torch.Size(whole.get(dim, size) for dim, size in enumerate(shape))
+        dim = args[0] if args else kwargs.get("dim")
+        return told if dim is None else told[dim]
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
