@@ -5,12 +5,11 @@ self.heads)` of a slice the last size is wrong too. Then the attribute itself is
 guessed from their values, and the proof tells whether the guess was right. They may stand inside an attribute
 (`self.config.heads`, `self.axes[0][1]`), whose other integers are none.
 
-Where no attribute of the module is such a size, its code may have it elsewhere, in a closure or from a tensor's own
-shape, and compute with that or take another path for it. Then it is told the shapes of one process where it asks
-(tpplan.prove.whole_shapes).
+Where no attribute will do, the code may have the size elsewhere, in a closure or from a tensor's own shape, and compute
+with it or take another path for it. Then it is told the shapes of one process where it asks (tpplan.prove.whole_shapes).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import takes_sizes
 from tpplan.plan.plan import ATTRIBUTE, SHAPE, SizePlan
 from tpplan.prove.counterexample import Counterexample
-from tpplan.prove.whole_shapes import Grows, whole_shapes
+from tpplan.prove.whole_shapes import whole_shapes
 from tpplan.trace.hooks.nested_integers import integers_within, path_text
 
 #: steps inside an attribute at which sizes are looked for
@@ -31,13 +30,17 @@ Written = dict[str, tuple[SizePlan, ...]]
 
 
 def with_attributes_of(
-    assignment: Assignment, model: nn.Module, problem: Counterexample, written: Written, grows: Grows
+    assignment: Assignment,
+    model: nn.Module,
+    problem: Counterexample,
+    written: Written,
+    growing: Container[tuple[str, int]],
 ) -> Written:
     """The sizes `written` so far, with attributes, or shapes that are told, in place of all else for modules of the
     class whose code differs.
 
     They are the next choice of _choices after those that `written` has; `written` is returned as it is where no choice
-    is left. `grows` has the dims of values that grow with batch or length.
+    is left. `growing` has the dims that grow with batch or length.
     """
     node = problem.node
     if node is None or node.module == LOSS_SCOPE:
@@ -47,24 +50,23 @@ def with_attributes_of(
     found = dict(written)
     for name in (name for name in names if type(model.get_submodule(name)) is cls):
         known = frozenset(s for s in written.get(name, ()) if s.call.startswith(ATTRIBUTE) or s.call == SHAPE)
-        chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name, grows))
+        chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name, growing))
         if chosen != known:
-            found[name] = tuple(sorted(chosen, key=lambda size: (size.call, size.of, size.position)))
+            found[name] = tuple(sorted(chosen, key=lambda size: (size.call, size.count, size.position, size.local)))
     return found
 
 
-def _choices(assignment: Assignment, module: nn.Module, name: str, grows: Grows) -> Iterator[frozenset[SizePlan]]:
+def _choices(
+    assignment: Assignment, module: nn.Module, name: str, growing: Container[tuple[str, int]]
+) -> Iterator[frozenset[SizePlan]]:
     """Yields the sets of sizes to try, in this order: attributes that are sizes of dims that views make; those of any
-    dim; whole shapes; attributes of views with integers inside attributes, ever deeper; those of one size that views
-    make."""
+    dim; those of views with integers inside attributes, ever deeper; those of one size that views make; shapes."""
     of_views, of_all = (frozenset(_sharded_sizes(assignment, name, all_dims)) for all_dims in (False, True))
-    for sizes in (of_views, of_all):
-        yield frozenset(_attributes(module, sizes, 0, assignment.tp))
-    yield frozenset(whole_shapes(assignment, name, grows))
-    for sizes, depth in ((of_views, depth) for depth in range(1, MOST_DEEP + 1)):
+    for sizes, depth in ((of_views, 0), (of_all, 0), *((of_views, depth) for depth in range(1, MOST_DEEP + 1))):
         yield frozenset(_attributes(module, sizes, depth, assignment.tp))
     for size in sorted(of_views):
         yield frozenset(_attributes(module, frozenset({size}), 0, assignment.tp))
+    yield frozenset(whole_shapes(assignment, name, growing))
 
 
 def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:

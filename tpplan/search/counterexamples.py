@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
@@ -20,6 +19,7 @@ from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
 from tpplan.search.conflicts import conflict_of, in_like_blocks
+from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
@@ -39,7 +39,7 @@ def put_to_proof(
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
     of choices need not compare all layers."""
     subject = solver.request.subject
-    original = replace(traced.original(assignment, subject), grows=lambda: solver.traces.growing(traced))
+    original = traced.original(assignment, subject, GrowingDims(solver.traces, traced))
     with subject.planning():
         checked = check_structure(original, plan, is_trial=is_trial)
     if isinstance(checked, Counterexample):

@@ -8,14 +8,14 @@ Sharing does not change the plans.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from tpplan.core.errors import PlanMismatchError, TpplanError
+from tpplan.core.errors import PlanMismatchError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
@@ -58,8 +58,11 @@ class Traced:
     opaques: Opaques
     notes: tuple[str, ...]
 
-    def original(self, assignment: Assignment, subject: Subject) -> Original:
-        """The model, to hold against it what a plan with this assignment makes of it."""
+    def original(
+        self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] = frozenset()
+    ) -> Original:
+        """The model, to hold against it what a plan with this assignment makes of it. `growing` has its dims that grow
+        with batch or length."""
         return Original(
             model=self.model,
             inputs=self.inputs,
@@ -67,6 +70,7 @@ class Traced:
             loss=subject.loss,
             cast=subject.cast(self.units),
             opaques=self.opaques,
+            growing=growing,
         )
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -107,7 +111,7 @@ class Reuse:
     paces: dict[Hashable, float] = field(default_factory=dict)
     #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
-    #: dims of values that grow with batch or length, by key of a trace
+    #: dims of values that grow with batch or length (tpplan.search.models.growing_dims), by key of a trace
     growing: dict[Hashable, frozenset[tuple[str, int]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)
     #: by fingerprint of the profile
@@ -224,30 +228,6 @@ class TraceCache:
         self.reuse.grown.clear()
         self.reuse.likened.clear()
         self.reuse.spaces.clear()
-
-    def growing(self, traced: Traced) -> frozenset[tuple[str, int]]:
-        """The dims, by value, that differ between a trace and traces at another batch and at another length, as far as
-        these run the same ops."""
-        key = self.key(traced.micro_batch)
-        if key not in self.reuse.growing:
-            batch, length = traced.micro_batch, self.subject.seq_len
-            others = ((batch + 1, length), (batch, max(length - 1, 1)), (batch, max(length // 2, 1)))
-            found = [self._growing(traced, *other) for other in others]
-            self.reuse.growing[key] = frozenset[tuple[str, int]]().union(*found)
-        return self.reuse.growing[key]
-
-    def _growing(self, traced: Traced, batch: int, length: int) -> Iterator[tuple[str, int]]:
-        try:
-            with self.subject.planning():
-                inputs = self.subject.inputs(batch, length)
-                graph, _ = self.trace_of(traced.model, inputs, notes_calls=False)
-        except (TpplanError, RuntimeError, ValueError, TypeError):  # the model takes no such shape
-            return
-        for name, value in traced.graph.values.items():
-            other = graph.values.get(name)
-            if other is not None and len(other.shape) == len(value.shape):
-                pairs = enumerate(zip(value.shape, other.shape, strict=True))
-                yield from ((name, dim) for dim, (here, there) in pairs if here != there)
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes in which the model's parameters were built, by name."""
