@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import tpplan
 from tpplan.apply.modules.local_sizes import LocalSizes
 from tpplan.core.errors import VerificationError
+from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import SHAPE, Plan, SizePlan
+from tpplan.plan.report.details import provenance
+from tpplan.verify.shrink import on_mesh
 
 WIDTH = DIM // HEADS
 
@@ -126,6 +129,18 @@ def test_each_layer_is_told_and_the_model_around_them_is_not() -> None:
     assert told.keys() == {"layers.0", "layers.1"}
     assert_divided(plan_of_layers(), "layers.1")
     assert_right(Model, plan_of_layers(), 2)
+
+
+def test_reports_say_what_code_is_told() -> None:
+    lines = [text for name, text in provenance(plan_of_layers(), "") if name == "sizes"]
+    assert any("told 32 of 16 where it asks a tensor of 3 dims for dim 2" in line for line in lines), lines
+
+
+def test_a_plan_on_fewer_ranks_tells_the_same() -> None:
+    build = around(InClosure)
+    fewer = on_mesh(by_heads(build, HEADS), Mesh(tp=2))
+    assert (3, 2, DIM, DIM // 2) in told_by(fewer)["1"]
+    assert_right(build, fewer, 2, (1,))
 
 
 def test_layers_that_are_recomputed_are_told_again() -> None:

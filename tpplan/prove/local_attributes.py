@@ -6,7 +6,8 @@ guessed from their values, and the proof tells whether the guess was right. They
 (`self.config.heads`, `self.axes[0][1]`), whose other integers are none.
 
 Where no attribute will do, the code may have the size elsewhere, in a closure or from a tensor's own shape, and compute
-with it or take another path for it. Then it is told the shapes of one process where it asks (tpplan.prove.whole_shapes).
+with it or take another path for it. Then it is told the shapes of one process where it asks
+(tpplan.prove.whole_shapes).
 """
 
 from collections.abc import Container, Iterable, Iterator
