@@ -35,13 +35,13 @@ def with_attributes_of(
     model: nn.Module,
     problem: Counterexample,
     written: Written,
-    growing: Container[tuple[str, int]],
+    growing: Container[tuple[str, int]] | None,
 ) -> Written:
     """The sizes `written` so far, with attributes, or shapes that are told, in place of all else for modules of the
     class whose code differs.
 
     They are the next choice of _choices after those that `written` has; `written` is returned as it is where no choice
-    is left. `growing` has the dims that grow with batch or length.
+    is left. `growing` has the dims that grow with batch or length, if these are known.
     """
     node = problem.node
     if node is None or node.module == LOSS_SCOPE:
@@ -58,7 +58,7 @@ def with_attributes_of(
 
 
 def _choices(
-    assignment: Assignment, module: nn.Module, name: str, growing: Container[tuple[str, int]]
+    assignment: Assignment, module: nn.Module, name: str, growing: Container[tuple[str, int]] | None
 ) -> Iterator[frozenset[SizePlan]]:
     """Yields the sets of sizes to try, in this order: attributes that are sizes of dims that views make; those of any
     dim; those of views with integers inside attributes, ever deeper; those of one size that views make; shapes."""
@@ -67,7 +67,8 @@ def _choices(
         yield frozenset(_attributes(module, sizes, depth, assignment.tp))
     for size in sorted(of_views):
         yield frozenset(_attributes(module, frozenset({size}), 0, assignment.tp))
-    yield frozenset(whole_shapes(assignment, name, growing))
+    if growing is not None:
+        yield frozenset(whole_shapes(assignment, name, growing))
 
 
 def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:

@@ -48,7 +48,8 @@ from tpplan.trace.whole.opaque import Opaques
 class Original:
     """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
     `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both; `growing`
-    has the dims, as (value, dim), that grow with batch or length."""
+    has the dims, as (value, dim), that grow with batch or length; None where they are not known: code is told no shapes
+    then."""
 
     model: nn.Module
     inputs: Inputs
@@ -57,7 +58,7 @@ class Original:
     cast: BoundaryHook
     opaques: Opaques = field(default_factory=Opaques)
     fewer: FewerLayers = field(default_factory=FewerLayers)
-    growing: Container[tuple[str, int]] = frozenset()
+    growing: Container[tuple[str, int]] | None = None
 
     @cached_property
     def nodes(self) -> LocalNodes:

@@ -59,10 +59,10 @@ class Traced:
     notes: tuple[str, ...]
 
     def original(
-        self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] = frozenset()
+        self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] | None = None
     ) -> Original:
         """The model, to hold against it what a plan with this assignment makes of it. `growing` has its dims that grow
-        with batch or length."""
+        with batch or length, if these are known."""
         return Original(
             model=self.model,
             inputs=self.inputs,
