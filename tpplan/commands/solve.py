@@ -137,7 +137,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         "--whole-gradients",
         action="store_true",
         help="keep FSDP's gradients whole between micro-batches and reduce them once a step: fewer collectives, more "
-        "memory (default: each micro-batch's are reduced)",
+        "memory (default: each micro-batch's are reduced; decided in stages, where units are then gathered once too)",
     )
     group.add_argument("--compile", action="store_true", help="price elementwise ops as fused by torch.compile")
     group.add_argument(

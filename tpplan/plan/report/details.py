@@ -125,7 +125,8 @@ def _fsdp_line(plan: Plan) -> str:
         names += "; gradients whole between micro-batches, reduced once a step"
     if plan.mesh.shard == 1:
         return names
-    zero = {True: "resharded after forward (ZeRO-3)", False: "kept until backward (ZeRO-2)"}
+    kept = "gathered once a step" if plan.fsdp.gathered_once else "kept until backward (ZeRO-2)"
+    zero = {True: "resharded after forward (ZeRO-3)", False: kept}
     rule = plan.fsdp.reshard_after_forward
     exceptions = ranges([name for name, is_resharded in plan.resharded_units().items() if is_resharded is not rule])
     text = f"{names}; {zero[rule]}" + (f", but {exceptions} {zero[not rule]}" if exceptions else "")
