@@ -793,6 +793,7 @@ def _views() -> list[Sample]:
         _named("aten.cat.default", [x(6, 4), const(6, 4)], -1),
         _named("aten.cat.default", [x(2, 4), x(6, 4)]),
         _named("aten.cat.default", [x(0), x(6, 4)]),
+        _named("aten.cat.default", [x(6, 4)], -1),
         _named("aten.cat.default", [ids(5, 6, 4), ids(5, 6, 4)], -1),
         _named("aten.concat.default", [x(6, 4), x(6, 4)]),
         _named("aten.concatenate.default", [x(6, 4), x(6, 4)], -1),
@@ -801,6 +802,7 @@ def _views() -> list[Sample]:
         _named("aten.constant_pad_nd.default", x(6, 4), [1, 1]),
         _named("aten.constant_pad_nd.default", x(2, 6, 4), [0, 0, 2, -1], 1.0),
         _named("aten.pad.default", x(6, 4), [1, 2]),
+        _named("aten.pad.default", x(6, 4), [0, 0, 1, 2]),
         _named("aten.pad.default", x(6, 4), [1, 2], "constant", 3.0),
         _named("aten.pad.default", x(2, 6, 4), [2, 1], "reflect"),
     ]

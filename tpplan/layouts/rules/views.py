@@ -296,11 +296,12 @@ def without_dim(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
 def join(call: Call) -> Iterable[Strategy]:
-    """Tensors are concatenated along a dim that stays whole, or is sharded part by part where each tensor is a part;
-    all may be partial together."""
+    """Tensors are concatenated along a dim that stays whole, or is sharded part by part where each tensor is a part, or
+    in one part where there is one tensor; all may be partial together."""
     letters = dim_letters(len(call.results[0].shape))
     dim = call.integer(1, "dim", 0)
-    letters[dim] = NEVER
+    if call.target == "aten.stack.default" or len(call.operands) > 1:
+        letters[dim] = NEVER
     terms = tuple(letters)
     if call.target == "aten.stack.default":
         terms = tuple(letter for letter in letters if letter != NEVER)
@@ -312,18 +313,19 @@ def join(call: Call) -> Iterable[Strategy]:
     ).strategies()
     place = dim % len(letters)
     sizes = () if call.target == "aten.stack.default" else tuple(value.shape[place] for value in call.operands)
-    if sizes in call.parts:
+    if len(sizes) > 1 and sizes in call.parts:
         yield Strategy((S(place),) * len(sizes), (S(place, *sizes),))
 
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Iterable[Strategy]:
-    """Padded dims stay whole; linear where the fill value is zero."""
+    """Dims that are padded by any elements stay whole; linear where the fill value is zero."""
     padding = call.integers(1, "pad") or ()
     rank = len(call.operands[0].shape)
     letters = dim_letters(rank)
     for i in range(len(padding) // 2):
-        letters[rank - 1 - i] = NEVER
+        if any(padding[2 * i : 2 * i + 2]):
+            letters[rank - 1 - i] = NEVER
     is_linear = call.argument(3 if call.target == "aten.pad.default" else 2, "value") in (None, 0)
     return Equation(
         operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST if is_linear else ()
