@@ -189,7 +189,7 @@ def test_what_is_told_wrong_is_a_counterexample(change: Callable[[SizePlan], Siz
 def test_the_model_that_is_told_what_only_its_layers_are_is_a_counterexample() -> None:
     """It divides by the width that it asks for."""
     plan = plan_of_layers()
-    size = SizePlan(call=SHAPE, of=(), count=3, position=2, written=2 * DIM, local=DIM)
+    size = SizePlan(call=SHAPE, of=(0, 0, DIM), count=3, position=2, written=2 * DIM, local=DIM)
     with pytest.raises(VerificationError):
         tpplan.prove_plan(replace(plan, sizes={**plan.sizes, "<root>": (size,)}), Model, text, loss=loss)
 
@@ -199,7 +199,7 @@ def test_compiled_layers_refuse_code_that_is_told() -> None:
         run_ranks(2, lambda: tpplan.apply_plan(Model(), plan_of_layers(), compile=True))
 
 
-TOLD = SizePlan(call=SHAPE, of=(), count=3, position=2, written=32, local=16)
+TOLD = SizePlan(call=SHAPE, of=(0, 16, 16), count=3, position=2, written=32, local=16)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ TOLD = SizePlan(call=SHAPE, of=(), count=3, position=2, written=32, local=16)
         (lambda x: x.size(1), 16),
         (lambda x: tuple(x[0].shape), (16, 16)),  # of other dims
         (lambda x: tuple(x[..., :8].shape), (2, 16, 8)),  # another size
+        (lambda x: tuple(x[:, :8].shape), (2, 8, 16)),  # another size in a dim by which it is known
     ],
 )
 def test_a_shape_is_told_as_planned(ask: Callable[[Tensor], Any], answer: object) -> None:

@@ -5,7 +5,8 @@ many heads of keys as of queries, a check that a width divides by a number of he
 sizes of one process it does what it does there; the sizes that it then gives to calls are whole, and are replaced by a
 rank's as others are (tpplan.apply.modules.local_sizes). As ever, the proof tells whether that was right.
 
-A dim that grows with batch or length is not told: the number would be another one at others.
+A tensor is known by its local dims but those that grow with batch or length. These are not told: the number would be
+another one at others. Nor is a size that stands for several of one process.
 """
 
 from collections import defaultdict
@@ -20,21 +21,23 @@ from tpplan.prove.module_scope import given_nodes, seen_in
 
 
 def whole_shapes(assignment: Assignment, module: str, growing: Container[tuple[str, int]]) -> Iterator[SizePlan]:
-    """Yields the sizes to tell a module's own code, but for those of a rank that stand for several of one process.
+    """Yields the sizes to tell a module's own code.
 
     `growing` has the dims, as (value, dim), that grow with batch or length.
     """
-    told: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    told: dict[tuple[tuple[int, ...], int], set[int]] = defaultdict(set)
     for name, layout in values_seen(assignment.graph, assignment.strategies, module):
         dim, whole = layout.dim, assignment.graph.values[name].shape
         if dim is None or (name, dim) in growing:
             continue
-        local = local_shape(whole, layout, assignment.tp)[dim]
-        if local != whole[dim]:
-            told[len(whole), dim, local].add(whole[dim])
-    for (count, dim, local), sizes in told.items():
+        local = local_shape(whole, layout, assignment.tp)
+        if local[dim] != whole[dim]:
+            known = tuple(0 if (name, place) in growing else size for place, size in enumerate(local))
+            told[known, dim].add(whole[dim])
+    for (known, dim), sizes in told.items():
         if len(sizes) == 1:
-            yield SizePlan(call=SHAPE, of=(), count=count, position=dim, written=sizes.pop(), local=local)
+            whole_size = sizes.pop()
+            yield SizePlan(call=SHAPE, of=known, count=len(known), position=dim, written=whole_size, local=known[dim])
 
 
 def values_seen(graph: ModelGraph, strategies: Mapping[str, Strategy], module: str) -> Iterator[tuple[str, Layout]]:

@@ -60,7 +60,7 @@ class LikeCalls:
             told = [size for size in sizes if size.call == SHAPE]
             seen = tuple(self._seen(module)) if told else ()
             for size in told:
-                dims = {own[size.position] for own in seen if len(own) == size.count}
+                dims = {own[size.position] for own in seen if _may_look_like(own, size)}
                 yield from ((module, size, here != there) for here, there in dims if self._may_be(here, there, size))
 
     def _may_be(self, here: int | None, there: int, size: SizePlan) -> bool:
@@ -146,6 +146,15 @@ def _words(op: Op, size: SizePlan) -> str:
         f"{op.module or ROOT} gives {size.written} in {size.call}, which is {size.local} on a rank, and a size that "
         f"grows with the inputs in another {size.call}: where that is {size.written}, the two look alike"
     )
+
+
+def _may_look_like(dims: tuple[tuple[int | None, int], ...], size: SizePlan) -> bool:
+    """True for a tensor of these dims at two shapes, of which those that do not grow are as a planned size of another
+    tensor's shape has them; its own dim aside."""
+    if len(dims) != size.count:
+        return False
+    others = (own for place, own in enumerate(zip(dims, size.of, strict=True)) if place != size.position)
+    return not any(here == there != known for (here, there), known in others if known)
 
 
 def _told_words(module: str, size: SizePlan) -> str:

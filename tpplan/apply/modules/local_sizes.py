@@ -64,28 +64,30 @@ class LocalSizes:
     """A rewriter of a module's calls that replaces each planned size.
 
     `table` has planned sizes of one number, by the size in the code too; `by_dims` those that are products of the
-    tensor's dims; `told` the size in one process, by a tensor's number of dims, the dim and its size on a rank.
-    torch.compile traces no functools.cached_property, which has a lock.
+    tensor's dims; `told` those that code is told, by a tensor's number of dims. torch.compile traces no
+    functools.cached_property, which has a lock.
     """
 
     sizes: tuple[SizePlan, ...]
     table: Mapping[tuple[str, int, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
     by_dims: Mapping[tuple[str, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
-    told: Mapping[tuple[int, int, int], int] = field(init=False, compare=False, repr=False)
+    told: Mapping[int, list[SizePlan]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table: dict[tuple[str, int, int, int], list[SizePlan]] = {}
         by_dims: dict[tuple[str, int, int], list[SizePlan]] = {}
+        told: dict[int, list[SizePlan]] = {}
         for size in self.sizes:
             place = size.call, size.count, size.position
-            if size.dims is None:
+            if size.call == SHAPE:
+                told.setdefault(size.count, []).append(size)
+            elif size.dims is None:
                 table.setdefault((*place, size.written), []).append(size)
             else:
                 by_dims.setdefault(place, []).append(size)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "by_dims", by_dims)
-        asked = (size for size in self.sizes if size.call == SHAPE)
-        object.__setattr__(self, "told", {(own.count, own.position, own.local): own.written for own in asked})
+        object.__setattr__(self, "told", told)
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
@@ -112,9 +114,11 @@ class LocalSizes:
                 f"code asks a tensor of {x.dim()} dims for its shape, and is told that of one process, which "
                 "torch.compile cannot do: leave the module out of what is compiled"
             )
+        shape = x.shape
+        told = {own.position: own.written for own in self.told.get(len(shape), ()) if _is_told(shape, own)}
         if isinstance(found, torch.Size):
-            return torch.Size(self.told.get((len(found), place, size), size) for place, size in enumerate(found))
-        return self.told.get((x.dim(), dim % x.dim(), found), found) if isinstance(dim, int) else found
+            return torch.Size(told.get(place, size) for place, size in enumerate(shape))
+        return told.get(dim % len(shape), found) if isinstance(dim, int) else found
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
@@ -266,6 +270,11 @@ def _refuse_own_size(shape: torch.Size, number: SizePlan) -> None:
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
     """True where shape is the planned shape `of`, in which 0 stands for any size."""
     return len(shape) == len(of) and all(wanted in (0, size) for size, wanted in zip(shape, of, strict=True))
+
+
+def _is_told(shape: torch.Size, size: SizePlan) -> bool:
+    """True where a planned size that code is told is that of a tensor of this local shape."""
+    return _is_shape(shape, size.of) and shape[size.position] == size.local
 
 
 def _is_scaled(shape: torch.Size, size: int, planned: SizePlan) -> bool:

@@ -85,8 +85,8 @@ class SizePlan:
     number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every
     batch and length: where code gives a size in the proportion written to local, the local product replaces it.
 
-    With `call` "shape" the code gives nothing, it asks: a tensor of `count` dims of which dim `position` is `local` has
-    `written` there in one process, and says so to code that asks for its shape.
+    With `call` "shape" the code gives nothing, it asks: a tensor of the local shape `of`, of which dim `position` is
+    `local`, has `written` there in one process, and says so to code that asks for its shape.
     """
 
     call: str
