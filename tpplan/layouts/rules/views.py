@@ -319,13 +319,12 @@ def join(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Iterable[Strategy]:
-    """Dims that are padded by any elements stay whole; linear where the fill value is zero."""
+    """Padded dims stay whole; linear where the fill value is zero."""
     padding = call.integers(1, "pad") or ()
     rank = len(call.operands[0].shape)
     letters = dim_letters(rank)
     for i in range(len(padding) // 2):
-        if any(padding[2 * i : 2 * i + 2]):
-            letters[rank - 1 - i] = NEVER
+        letters[rank - 1 - i] = NEVER
     is_linear = call.argument(3 if call.target == "aten.pad.default" else 2, "value") in (None, 0)
     return Equation(
         operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST if is_linear else ()
