@@ -7,8 +7,6 @@ import pytest
 from examples import FOLDER, eager_to_shard, example, solve_example
 
 import tpplan
-from tpplan.commands import main
-from tpplan.core.errors import UsageError
 from tpplan.plan.parts import ACCUMULATION, DATA_PARALLEL, FSDP_COPIES
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
@@ -76,12 +74,6 @@ def test_fewer_reductions_take_less_time_and_adding_more() -> None:
     one, other = (solved(whole=own, prove=False, global_batch=4) for own in (True, False))
     assert one.predicted == other.predicted
     assert one.collectives == other.collectives
-
-
-def test_stages_of_a_pipeline_refuse_it(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["solve", str(FOLDER / "gpt.py"), "--gpus", "2", "--profile", "cpu-gloo", "--pp", "2"]
-    assert main([*arguments, "--whole-gradients", "--global-batch", "8", "--seq-len", "32"]) == UsageError.exit_code
-    assert "leave out --whole-gradients (whole_gradients=True) or --pp" in capsys.readouterr().err
 
 
 def test_it_is_off_unless_asked_for() -> None:

@@ -1,7 +1,9 @@
 """A model in stages on real ranks against one process: losses, gradients, training, checkpoints."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ranks import run_ranks
 from stage_models import (
     LENGTH,
     VOCABULARY,
+    Deep,
     Stack,
     Vision,
     hugging_face,
@@ -27,6 +30,7 @@ from stage_models import (
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from profiles import synthetic_profile
@@ -124,17 +128,15 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
 @pytest.mark.parametrize(
     ("stages", "gpus", "options"),
     [
-        (2, 2, {}),
         (2, 2, {"virtual": 2}),
-        (2, 4, {"virtual": 2, "tp": 2}),
-        (2, 4, {"virtual": 2, "fsdp": 2, "tp": 1}),
         (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "recompute": "full"}),
         (4, 4, {"recompute": "full"}),
         (3, 3, {}),
         (2, 4, {"tp": 2}),
         (2, 4, {"fsdp": 2, "tp": 1}),
         (2, 4, {"fsdp": 1, "tp": 1}),
-        (2, 8, {"fsdp": 2, "tp": 2}),
+        (2, 8, {"fsdp": 2, "tp": 2, "whole_gradients": True, "recompute": "full"}),
+        (2, 8, {"virtual": 2, "fsdp": 2, "tp": 1, "whole_gradients": True}),
         (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "fsdp_over_tp": True}),
     ],
 )
@@ -145,6 +147,12 @@ def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     assert_as_one_process(Stack, plan)
 
 
+def test_the_layer_that_sends_is_compared_where_like_ones_are_left_out() -> None:
+    plan = solved(Deep, stages=2, gpus=4, tp=2)
+    assert [stage.stage.last for stage in plan.stages if stage.stage is not None] == ["layers.3", None]
+    assert not any(map(why_unproven, plan.stages))
+
+
 def test_images() -> None:
     """A class token and positions that the root holds are read by the first stage alone."""
     plan = solved(Vision, stages=2, gpus=2)
@@ -152,7 +160,13 @@ def test_images() -> None:
     assert_as_one_process(Vision, plan)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPTNeoX", "Olmo2", "Phi3", "StableLm", "Starcoder2"])
+#: whose layers are written as one of the others'
+LONG = ("Mistral", "Olmo2", "StableLm", "Starcoder2")
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen3", "GPTNeoX", "Phi3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+)
 def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     build = hugging_face(name)
@@ -347,6 +361,64 @@ def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
         # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
         kept = steps * sum(num_bytes(stage.receives) for stage in stages) if virtual > 1 else 0
         assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_ranks_hold_what_fsdp_keeps_from_one_micro_batch_to_the_next(virtual: int) -> None:
+    """Weights and gradients that are gathered and reduced once a step are whole until then."""
+    plan = solved(Stack, stages=2, gpus=4, virtual=virtual, tp=1, fsdp=2, whole_gradients=True, prove=False)
+    assert all(stage.fsdp.gathered_once for stage in plan.stages)
+    assert not any(any(stage.resharded_units().values()) for stage in plan.stages)
+    for rank, (_, _, peak) in enumerate(run_ranks(4, traffic, plan, timeout_s=120)):
+        predicted = max(own.predicted.peak_memory_bytes for own in plan.stages_of(rank))
+        assert 0.97 * predicted < peak < 1.03 * predicted
+
+
+class Counted(TorchDispatchMode):
+    """Counts collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition("::")[2].partition(".")[0]
+        kinds = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+        self.found[kinds.get(name, "")] += name in kinds
+        return func(*args, **(kwargs or {}))
+
+
+def of_fsdp(plan: PipelinePlan) -> Counter[str]:
+    """How often FSDP gathers and scatters in a rank's second step, by kind."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Stack(), plan)
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)))
+    model.step(micro_batches, loss)  # type: ignore[operator]
+    with Counted() as counted:
+        model.step(micro_batches, loss)  # type: ignore[operator]
+    return +counted.found
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize(("reshard", "is_once"), [(False, True), (True, True), (False, False)])
+def test_fsdp_gathers_and_reduces_as_often_as_listed(virtual: int, reshard: bool, is_once: bool) -> None:
+    """Once a step where a rank keeps both; else units that are not resharded once a micro-batch."""
+    mesh = {"stages": 2, "gpus": 4, "tp": 1, "fsdp": 2, "virtual": virtual}
+    plan = solved(Stack, **mesh, reshard_after_forward=reshard, whole_gradients=True)  # type: ignore[arg-type]
+    assert all(stage.fsdp.whole_gradients and stage.fsdp.gathered_once for stage in plan.stages)
+    if not is_once:
+        stages = (replace(own, fsdp=replace(own.fsdp, gathered_once=None)) for own in plan.stages)
+        plan = replace(plan, stages=tuple(stages))
+    for rank, found in enumerate(run_ranks(4, of_fsdp, plan, timeout_s=120)):
+        listed: Counter[str] = Counter()
+        for stage in plan.stages_of(rank):
+            for one in stage.collectives:
+                listed[one.kind] += one.count if one.axis == "shard" else 0
+        if is_once:
+            assert found == listed
+        else:  # the list is that of gathering once
+            assert found["all_gather"] > listed["all_gather"]
+            assert found["reduce_scatter"] == listed["reduce_scatter"]
 
 
 def wrong_number(plan: PipelinePlan) -> str:

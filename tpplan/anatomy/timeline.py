@@ -136,7 +136,7 @@ class _MicroBatches:
         """The segments of a micro-batch, from `start_s` on; after the last one comes the end of the step."""
         steps, step = self.assignment.accumulation_steps, self._step.time_s
         is_last, track = index == steps - 1, _Track(at_s=start_s)
-        self._forward(track)
+        self._forward(track, is_first=not index)
         track.during = Pass.BACKWARD
         self._backward(track, is_last=is_last)
         if index:
@@ -150,25 +150,31 @@ class _MicroBatches:
 
     # Passes
 
-    def _forward(self, track: _Track) -> None:
+    def _forward(self, track: _Track, *, is_first: bool) -> None:
         for unit in self._without_nodes:
-            self._begin_forward(track, unit)
-            self._end(track, unit, self._gather(unit))
+            self._begin_forward(track, unit, is_first=is_first)
+            self._end(track, unit, self._gather(unit, is_first=is_first))
         for position, (name, decider) in enumerate(self._decisions):
             for unit in self._starts.get(position, ()):
-                self._begin_forward(track, unit)
+                self._begin_forward(track, unit, is_first=is_first)
             time = self.formulation.table[self.formulation.space.classes[name]][0]
             track.run(Stream.COMPUTE, COMPUTE, decider.module, time.forward.seconds)
             track.run(Stream.TENSOR, TENSOR_PARALLEL, decider.module, time.forward_collectives.seconds)
             for unit in self._ends.get(position, ()):
-                self._end(track, unit, self._gather(unit) if unit.name else _NOTHING)
+                self._end(track, unit, self._gather(unit, is_first=is_first) if unit.name else _NOTHING)
 
-    def _begin_forward(self, track: _Track, unit: FsdpUnit) -> None:
-        gather = self._gather(unit)
+    def _begin_forward(self, track: _Track, unit: FsdpUnit, *, is_first: bool) -> None:
+        gather = self._gather(unit, is_first=is_first)
         if not unit.name:  # nothing runs before the root
             track.run(Stream.DATA, DATA_PARALLEL, unit.name, gather.exposed_s)
         track.hidden.append((unit.name, gather.hidden_s))
-        track.run(Stream.COMPUTE, FSDP_COPIES, unit.name, self._copies(unit)[0])
+        if is_first or not self._stays_gathered(unit):
+            track.run(Stream.COMPUTE, FSDP_COPIES, unit.name, self._copies(unit)[0])
+
+    def _stays_gathered(self, unit: FsdpUnit) -> bool:
+        """True for a unit that one micro-batch leaves gathered for the next."""
+        is_resharded = bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
+        return self.assignment.gathered_once and not is_resharded
 
     def _backward(self, track: _Track, *, is_last: bool) -> None:
         for position in range(len(self._decisions) - 1, -1, -1):
@@ -209,8 +215,10 @@ class _MicroBatches:
 
     # What the formulation prices of a unit
 
-    def _gather(self, unit: FsdpUnit) -> _Beside:
+    def _gather(self, unit: FsdpUnit, *, is_first: bool) -> _Beside:
         """The gather in forward; all of the root's is exposed."""
+        if not is_first and self._stays_gathered(unit):
+            return _NOTHING
         communication = self.formulation.objective.fsdp_communication
         gather, _, _ = communication.collectives_of(self._priced_as(unit))
         return self._beside(gather, communication.hiding_compute(self._priced_as(unit))[0] if unit.name else None)

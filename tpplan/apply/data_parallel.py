@@ -30,10 +30,13 @@ from tpplan.trace.hooks.generated_class import BINDING
 AVERAGER = "_tpplan_averager"
 #: key in the root module's __dict__, there where FSDP keeps whole gradients between micro-batches
 WHOLE_GRADIENTS = "_tpplan_whole_gradients"
+#: key in the __dict__ of an FSDP unit that stays gathered between micro-batches
+GATHERED_ONCE = "_tpplan_gathered_once"
 
 
 def reduce_gradients(model: nn.Module, enabled: bool) -> None:
-    """Says whether the backwards that follow reduce gradients over the tp axis and over replicas."""
+    """Says whether the backwards that follow reduce gradients over the tp axis and over replicas, as a step's last
+    does; FSDP then frees what stayed gathered between micro-batches."""
     reducers: list[Reducer | Averager] = [*_reducers(model)]
     if AVERAGER in model.__dict__:
         reducers.append(model.__dict__[AVERAGER])
@@ -44,6 +47,8 @@ def reduce_gradients(model: nn.Module, enabled: bool) -> None:
             module.set_requires_gradient_sync(enabled, recurse=False)
         elif isinstance(module, FSDPModule):
             module.set_requires_all_reduce(enabled, recurse=False)
+        if isinstance(module, FSDPModule) and GATHERED_ONCE in module.__dict__:
+            module.set_reshard_after_backward(enabled, recurse=False)
 
 
 def _reducers(model: nn.Module) -> list[Reducer]:
@@ -127,8 +132,11 @@ def shard_data(
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
         # The root's parameters are needed again as soon as backward starts.
         reshard = resharded.get(name, False)
+        unit = module_called(outermost, name)
+        if plan.fsdp.gathered_once and not reshard:
+            unit.__dict__[GATHERED_ONCE] = True
         fully_shard(
-            module_called(outermost, name),
+            unit,
             mesh=axes_over_tp if name in units_over_tp else axes,
             reshard_after_forward=reshard,
             mp_policy=policy,

@@ -34,8 +34,9 @@ class Assignment:
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
     micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds of other stages meanwhile.
-    `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then. `over_tp`
-    are the layers that FSDP shards over shard and tp together, whose parameters are all R.
+    `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then;
+    `gathered_once` that it gathers units that it does not reshard once a step, and a rank keeps them until then.
+    `over_tp` are the layers that FSDP shards over shard and tp together, whose parameters are all R.
     """
 
     graph: ModelGraph
@@ -52,6 +53,7 @@ class Assignment:
     in_flight: int = 1
     beside_bytes: float = 0.0
     whole_gradients: bool = False
+    gathered_once: bool = False
     over_tp: frozenset[str] = frozenset()
 
     @property
@@ -68,6 +70,11 @@ class Assignment:
     def reductions(self) -> int:
         """How often a step FSDP reduces the gradients of a unit over its shards."""
         return 1 if self.whole_gradients else self.accumulation_steps
+
+    @property
+    def gathers(self) -> int:
+        """How often a step FSDP gathers a unit that it does not reshard."""
+        return 1 if self.gathered_once else self.accumulation_steps
 
     @property
     def deciders(self) -> Mapping[str, Decider]:
@@ -224,5 +231,6 @@ def assignment_of(
         in_flight=plan.stage.in_flight if plan.stage is not None else 1,
         beside_bytes=plan.stage.beside_bytes if plan.stage is not None else 0.0,
         whole_gradients=bool(plan.fsdp.whole_gradients),
+        gathered_once=bool(plan.fsdp.gathered_once),
         over_tp=plan.units_over_tp(),
     )

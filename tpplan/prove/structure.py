@@ -8,13 +8,13 @@ that it has.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
-(tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes), and
-the result is compared again. The rules themselves are validated by brute force; the other half of the proof is
-tpplan.layouts.typecheck.
+(tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes); else
+code that asks for shapes is told those of one process (tpplan.prove.whole_shapes). Then the result is compared again.
+The rules themselves are validated by brute force; the other half of the proof is tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -47,7 +47,9 @@ from tpplan.trace.whole.opaque import Opaques
 @dataclass(frozen=True, kw_only=True)
 class Original:
     """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
-    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both."""
+    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both; `growing`
+    has the dims, as (value, dim), that grow with batch or length; None where they are not known: code is told no shapes
+    then."""
 
     model: nn.Module
     inputs: Inputs
@@ -56,6 +58,7 @@ class Original:
     cast: BoundaryHook
     opaques: Opaques = field(default_factory=Opaques)
     fewer: FewerLayers = field(default_factory=FewerLayers)
+    growing: Container[tuple[str, int]] | None = None
 
     @cached_property
     def nodes(self) -> LocalNodes:
@@ -158,7 +161,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written:
                 more = _with_quotients(assignment, model, found, written)
             if more == written:
-                more = with_attributes_of(assignment, model, found, written)
+                more = with_attributes_of(assignment, model, found, written, original.growing)
             if more == written:
                 return max(differences, key=original.place_of)
             written = more
@@ -239,6 +242,14 @@ def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator
     )
 
 
+def _called_by_name(plan: Plan) -> dict[str, str]:
+    """The modules that a stage reads by their names: the one that is given what is received, and the one whose output
+    is sent."""
+    stage = plan.stage
+    found = {"receives": stage.received, "sends": stage.last} if stage is not None else {}
+    return {name: what for what, name in found.items() if name is not None}
+
+
 def digest_of(plan: Plan) -> PlanDigest:
     """A function that returns all that a plan does inside a module, by names relative to the module."""
     inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
@@ -249,6 +260,7 @@ def digest_of(plan: Plan) -> PlanDigest:
         plan.row_bags(),
         dict.fromkeys(plan.drawing_modules(), True),
         dict.fromkeys(plan.opaque_modules(), True),
+        _called_by_name(plan),
     )
     for kind, table in enumerate(tables):
         for name, entry in table.items():

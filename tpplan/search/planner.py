@@ -77,7 +77,8 @@ def solve(
     layer over shard and tp together wherever tp can replicate its weights, False none; None decides it where the
     fastest plan over shard alone has layers whose weights tp replicates, or none fits, and takes False elsewhere.
     whole_gradients=True keeps gradients whole between micro-batches and reduces them once a step, where FSDP else
-    reduces each micro-batch's (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU
+    reduces each micro-batch's (tpplan.no_sync does what the plan says); in stages it is decided where it is not asked
+    for, and units that are not resharded are then gathered once a step. `precision` defaults to bf16-mixed on a GPU
     profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each
     ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the
     graph, says which strategies of a decision may be chosen. `reuse` is what several calls for one model share

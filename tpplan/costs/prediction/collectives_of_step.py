@@ -14,7 +14,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.collectives import Transfer, transfers_of
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
-from tpplan.costs.step.parameter_bytes import Weights
+from tpplan.costs.prediction.weights import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import classes_of
 from tpplan.layouts.layer_treatments import FsdpUnit
@@ -101,8 +101,8 @@ def _tp_reductions(assignment: Assignment) -> _Counts:
 
 
 def _fsdp_collectives(assignment: Assignment) -> _Counts:
-    """Gathers and reductions of each unit. A micro-batch gathers the root once, a resharded unit again in backward;
-    replicas reduce once a step."""
+    """Gathers and reductions of each unit. A micro-batch, or a step, gathers the root and units that are not resharded
+    once; a micro-batch gathers a resharded unit, and again in backward; replicas reduce once a step."""
     found: _Counts = Counter()
     mesh, steps, treatments = assignment.mesh, assignment.accumulation_steps, assignment.treatments
     kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
@@ -118,8 +118,10 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
             gathered, reduced = _unit_bytes(assignment, held, trained)
             if ranks > 1 and held:
                 dtype = _gathered_dtype(assignment, held)
-                found[where, gather, axis, Pass.FORWARD, dtype, gathered] += steps
-                if unit.name and treatments[unit.name].reshard:
+                is_resharded = bool(unit.name) and treatments[unit.name].reshard
+                is_kept = not is_resharded and ep == 1
+                found[where, gather, axis, Pass.FORWARD, dtype, gathered] += assignment.gathers if is_kept else steps
+                if is_resharded:
                     found[where, gather, axis, Pass.BACKWARD, dtype, gathered] += steps
             if not trained:
                 continue

@@ -11,7 +11,8 @@ they count with the rest of their unit, and of the two last gradients the larger
 Where gradients are kept whole between micro-batches (set_requires_gradient_sync), a unit's backward casts them, one by
 one, to the dtype that they are reduced in, and adds them in place to those of earlier micro-batches. The last backward
 adds its own, and reduces and frees them (accumulate_unsharded_grad_if_needed and to_accumulated_grad_if_needed in
-fsdp/_fully_shard/_fsdp_param.py).
+fsdp/_fully_shard/_fsdp_param.py). Where units are gathered once a step (set_reshard_after_backward), those that are
+kept after forward, and the root, are freed in the last backward alone.
 A unit on one rank of its axis is not gathered, but copied and cast, parameter by parameter.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source, enclosing
 from tpplan.costs.prediction.memory_ledger import Ledger, Piece
-from tpplan.costs.step.parameter_bytes import Weights
+from tpplan.costs.prediction.weights import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS
 
@@ -69,6 +70,8 @@ class Shards:
     whole: dict[str, Piece] = field(default_factory=dict)
     #: False in a micro-batch whose gradients are kept whole
     reduces: bool = True
+    #: True in a micro-batch after which units that are not resharded stay gathered
+    keeps: bool = False
     deferred: Piece | None = None
     reducing: Piece | None = None
 
@@ -181,9 +184,13 @@ class Shards:
     def _reshard(self, name: str) -> None:
         self.ledger.drop(self.parameters.pop(name, None))
 
+    def _reshard_after_backward(self, name: str) -> None:
+        if name in self.resharded or not self.keeps:
+            self._reshard(name)
+
     def _keep(self, name: str) -> None:
         """Keeps a unit's gradients whole: it adds them to earlier ones, or casts them where they are new."""
-        self._reshard(name)
+        self._reshard_after_backward(name)
         unit = self.units[name]
         gradients = self.gradients.pop(name, {})
         for label in unit.labels:
@@ -201,7 +208,7 @@ class Shards:
         if not self.reduces:
             self._keep(name)
             return
-        self._reshard(name)
+        self._reshard_after_backward(name)
         self.ledger.drop(self.reducing)
         self.reducing = None
         unit = self.units[name]

@@ -13,9 +13,9 @@ from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.prediction.fsdp_memory import Shards
 from tpplan.costs.prediction.memory_ledger import Course, Ledger, Peak, Piece
+from tpplan.costs.prediction.weights import Weights
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import local_bytes
-from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.readings import reading_name
 from tpplan.plan.parts import (
@@ -54,12 +54,16 @@ def kept_bytes(assignment: Assignment, executor: Executor) -> float:
 
 def bytes_between(assignment: Assignment, executor: Executor) -> tuple[float, float]:
     """Bytes that a rank holds of a model that does not run: of the activations of each micro-batch between its forward
-    and its backward, and of parameters, gradients, states and what FSDP leaves gathered."""
+    and its backward, and of parameters, gradients, states and what FSDP leaves gathered; gradients that it reduces once
+    a step are whole."""
     replay = _Replay(Lifetimes(assignment, executor))
     replay.forward(range(len(replay.nodes)), None)
     weights, live = replay.weights, replay.ledger.live
-    masters = weights.resting(weights.master_width) + weights.resting(weights.master_width, weights.trainable)
-    return live[SAVED], masters + weights.states() + live[UNSHARDED_PARAMETERS]
+    gradients = weights.resting(weights.master_width, weights.trainable)
+    if assignment.whole_gradients and assignment.uses_fsdp:
+        gradients = float(sum(weights.master_width(own) * weights.elements(own) for own in weights.trainable))
+    resting = weights.resting(weights.master_width) + gradients + weights.states()
+    return live[SAVED], resting + live[UNSHARDED_PARAMETERS]
 
 
 class _Replay:
@@ -94,6 +98,7 @@ class _Replay:
         for index in range(replayed):
             if self.shards is not None:
                 self.shards.reduces = index == replayed - 1 or not self.assignment.whole_gradients
+                self.shards.keeps = index < replayed - 1 and self.assignment.gathered_once
             self._micro_batch()
         self.ledger.during, self.ledger.module = Pass.STEP, ""
         if self.is_averaged:

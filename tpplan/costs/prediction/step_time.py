@@ -164,6 +164,7 @@ def formulated(
         accumulation_steps=assignment.accumulation_steps,
         units=assignment.layers,
         whole_gradients=assignment.whole_gradients,
+        gathered_once=assignment.gathered_once,
         treatments=assignment.treatments,
         units_over_tp=assignment.over_tp,
         kin=kin,

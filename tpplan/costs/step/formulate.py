@@ -192,6 +192,7 @@ class Formulation:
             in_flight=self.setting.in_flight,
             beside_bytes=self.setting.beside_bytes,
             whole_gradients=self.setting.whole_gradients,
+            gathered_once=self.setting.gathered_once,
             over_tp=self.groups.over_tp.chosen(choice),
         )
 
@@ -264,6 +265,7 @@ class Formulation:
             in_flight=setting.in_flight,
             beside_bytes=setting.beside_bytes,
             whole_gradients=setting.whole_gradients and self.uses_fsdp,
+            gathered_once=setting.gathered_once and self.uses_fsdp,
             slack_bytes=setting.slack_bytes,
             limit=setting.memory_limit_bytes,
             uses_fsdp=self.uses_fsdp,

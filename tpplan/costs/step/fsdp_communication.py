@@ -74,19 +74,25 @@ class FsdpCommunication:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's. Gradients are
         reduced in each micro-batch, or in the last alone."""
         steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
+        gathers = float(self.setting.gathers)
         for unit in self.groups.root:
             gather, scatter, reduce = self.collectives_of(unit)
             once = Count(constant=1)
-            if reductions == steps:
+            if reductions == gathers == steps:
                 yield OverlappedCollective(transfer=added(gather, scatter), uncomputed=None, weight=steps, count=once)
             else:
-                yield OverlappedCollective(transfer=gather, uncomputed=None, weight=steps, count=once)
+                yield OverlappedCollective(transfer=gather, uncomputed=None, weight=gathers, count=once)
                 yield OverlappedCollective(transfer=scatter, uncomputed=None, weight=reductions, count=once)
             yield OverlappedCollective(transfer=reduce, uncomputed=None, weight=1.0, count=once)
         for kind in self.groups.timed:
             gather, scatter, reduce = self.collectives_of(kind.unit)
             beside = self._uncomputed_in_forward(kind.unit)
-            yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=steps, count=kind.count())
+            if gathers == steps:
+                yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=steps, count=kind.count())
+            else:
+                for reshard, weight in ((True, steps), (False, gathers)):
+                    count = kind.count(reshard=reshard)
+                    yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=weight, count=count)
             for treatment, count in kind.numbers.counts.items():
                 repeated = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=True)
                 assert repeated is not None
@@ -240,32 +246,37 @@ class FsdpCommunication:
 
     def _copies(self) -> Iterator[Term]:
         rate, own, timed = self.setting.seconds_per_moved_byte, self.parameter_bytes, self.groups.timed
-        steps, reductions = self.setting.accumulation_steps, self.setting.reductions
-        every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
-        again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
+        steps, reductions, gathers = self.setting.accumulation_steps, self.setting.reductions, self.setting.gathers
+        every = [(unit, Count(constant=1), gathers) for unit in self.groups.root]
+        if gathers == steps:
+            every += [(kind.unit, kind.count(), steps) for kind in timed]
+        else:
+            every += [(kind.unit, kind.count(reshard=False), gathers) for kind in timed]
+            every += [(kind.unit, kind.count(reshard=True), steps) for kind in timed]
+        again = [(kind.unit, kind.count(reshard=True), steps) for kind in timed]
         for units, is_again in ((every, False), (again, True)):
-            for unit, count in units:
+            for unit, count, times in units:
                 if self.groups.over_tp.may_be(unit.name):
-                    moved = self._copied_either_way(unit, is_again=is_again)
+                    moved = self._copied_either_way(unit, times, is_again=is_again)
                     yield from count.times(Term(name=FSDP_COPIES, expressions=(moved,), weight=rate))
                     continue
                 for ep in unit.divisions or (1,):
                     gathered, reduced = self._copied(self.mesh.shard // ep)
-                    both = not is_again and reductions == steps
+                    both = not is_again and reductions == times
                     expression = own.of(unit, *((*gathered, *reduced) if both else gathered), ep=ep)
-                    yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
-                    if not is_again and reductions < steps:
+                    yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * times))
+                    if not (is_again or both):
                         expression = own.of(unit, *reduced, ep=ep)
                         term = Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * reductions)
                         yield from count.times(term)
 
-    def _copied_either_way(self, unit: FsdpUnit, *, is_again: bool) -> Expression:
-        """Bytes that gathers of a step, and where not `is_again` reductions, move for a unit that may be over shard and
-        tp. One expression, as each of its values is a number of bytes moved, and none is below 0: what changes where
-        the unit is over shard and tp may be."""
+    def _copied_either_way(self, unit: FsdpUnit, gathers: int, *, is_again: bool) -> Expression:
+        """Bytes that some gathers of a step, and where not `is_again` reductions, move for a unit that may be over
+        shard and tp. One expression, as each of its values is a number of bytes moved, and none is below 0: what
+        changes where the unit is over shard and tp may be."""
         steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
         narrow, more = self._copied(self.mesh.shard), self._copied_more(unit)
-        parts = [scaled(added(self.parameter_bytes.of(unit, *narrow[0]), more[0]), steps)]
+        parts = [scaled(added(self.parameter_bytes.of(unit, *narrow[0]), more[0]), float(gathers))]
         if not is_again:
             parts.append(scaled(added(self.parameter_bytes.of(unit, *narrow[1]), more[1]), reductions))
             parts.append(scaled(self._multiplied(unit), steps))

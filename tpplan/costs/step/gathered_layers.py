@@ -43,6 +43,10 @@ class GatheredLayers:
             return
         for unit in self.root:
             yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),))
+        yield from self.kept()
+
+    def kept(self) -> Iterator[Term]:
+        """Parameters of the layers that are not resharded."""
         for kind, gathered in zip(self.kinds, self.each, strict=True):
             yield from kind.count(reshard=False).times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
 

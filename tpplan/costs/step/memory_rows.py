@@ -74,6 +74,8 @@ class Peaks:
     beside_bytes: float
     #: FSDP reduces gradients once a step, and earlier micro-batches' are whole
     whole_gradients: bool
+    #: FSDP gathers units that it does not reshard once a step
+    gathered_once: bool
     slack_bytes: float
     limit: float
     uses_fsdp: bool
@@ -244,6 +246,8 @@ class Peaks:
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         late = self._in_the_end if self.steps == 1 else ()
+        if self.gathered_once:
+            yield from self.gathered.kept()
         yield self._gradients(without=late) if self.steps == 1 else self._earlier_gradients()
         found = [self.sizes.gradients(late)]
         if self.mesh.tp > 1:  # gradients that are summed over tp, in a bucket

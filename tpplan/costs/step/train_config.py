@@ -35,6 +35,8 @@ class Setting:
     fsdp_over_tp: bool | None = None
     #: FSDP reduces gradients once a step, and a rank keeps them whole until then
     whole_gradients: bool = False
+    #: FSDP gathers units that it does not reshard once a step, and a rank keeps them until then
+    gathered_once: bool = False
     #: the treatment of each unit, where it is decided
     treatments: Mapping[str, Treatment] | None = None
     #: the units over shard and tp together, where it is decided
@@ -55,3 +57,8 @@ class Setting:
     def reductions(self) -> int:
         """How often a step FSDP reduces the gradients of a unit over its shards."""
         return 1 if self.whole_gradients else self.accumulation_steps
+
+    @property
+    def gathers(self) -> int:
+        """How often a step FSDP gathers a unit that it does not reshard."""
+        return 1 if self.gathered_once else self.accumulation_steps

@@ -68,6 +68,8 @@ class BoundaryPlan:
 
 #: how SizePlan.call begins for an attribute of the module
 ATTRIBUTE = "self."
+#: SizePlan.call where code asks a tensor for its shape
+SHAPE = "shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,9 @@ class SizePlan:
     local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal
     number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every
     batch and length: where code gives a size in the proportion written to local, the local product replaces it.
+
+    With `call` "shape" the code gives nothing, it asks: a tensor of `count` dims of which dim `position` is `local` has
+    `written` there in one process, and says so to code that asks for its shape.
     """
 
     call: str
@@ -100,9 +105,11 @@ class FsdpPlan:
     stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards.
 
     `whole_gradients` is true where each rank keeps gradients whole between micro-batches, so that FSDP reduces them
-    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them. `over_tp` are
-    the units that are sharded over the shard and tp axes together: tp replicates all of their parameters. Others are
-    sharded over the shard axis; absent where all are.
+    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them.
+    `gathered_once` is true where units that stay gathered until backward, and the root, stay so from the first forward
+    of a step to its last backward, so that FSDP gathers them once a step; absent where once a micro-batch. `over_tp`
+    are the units that are sharded over the shard and tp axes together: tp replicates all of their parameters. Others
+    are sharded over the shard axis; absent where all are.
     """
 
     units: tuple[str, ...]
@@ -110,6 +117,7 @@ class FsdpPlan:
     exceptions: tuple[str, ...]
     whole_gradients: bool | None = None
     over_tp: tuple[str, ...] | None = None
+    gathered_once: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

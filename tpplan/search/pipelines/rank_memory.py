@@ -40,10 +40,11 @@ def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
     return [max(sum(counts) for _, counts in kept_during(order, shape.parts)) for order in every]
 
 
-def assumed(stage: StagePlan, in_flight: int, others_bytes: float) -> Held:
+def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float) -> Held:
     """A first assumption for a stage: each of its rank's stages keeps as much of a micro-batch, `in_flight` of them in
-    all, and the others hold some bytes besides, which FSDP shards."""
-    return Held(in_flight=in_flight, beside_bytes=float(_between(stage, in_flight)), sharded_beside_bytes=others_bytes)
+    all, and the others hold some bytes besides, which FSDP shards, and some which it does not."""
+    between = float(_between(stage, in_flight))
+    return Held(in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes)
 
 
 def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) -> list[Held]:

@@ -107,7 +107,8 @@ class Search:
                 if batch.micro_batch in (None, size):
                     why = why_unscheduled(shape.schedule, shape.parts, shape.virtual_stages, share // size)
                     if not why:
-                        found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0))
+                        for once in (True,) if options.whole_gradients else (True, False):
+                            found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0, once=once))
         if not found:
             raise IndivisibleError(
                 f"{shape.option}: no tp degree of {own.gpus} GPUs a stage leaves {shape.parts} or more micro-batches "
@@ -146,11 +147,12 @@ class Search:
         for done, (_, own) in enumerate(groupby(every, key=attrgetter("tp"))):
             self._report("solve", done, len({degrees.tp for degrees in every}))
             of_tp = math.inf
-            for degrees in own:
-                found.append(self.tried(degrees, sizes))
-                if of_tp < found[-1][0]:
+            for _, ways in groupby(own, key=attrgetter("micro_batch")):
+                found += (tried := [self.tried(degrees, sizes) for degrees in ways])
+                fastest_s, _ = min(tried)
+                if of_tp < fastest_s:
                     break
-                of_tp = found[-1][0]
+                of_tp = fastest_s
         seconds, best = min(found)
         if seconds == math.inf:
             raise InfeasibleError(

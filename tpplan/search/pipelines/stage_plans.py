@@ -43,8 +43,10 @@ class AllStages:
         steps = solver.batch.global_batch // (solver.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
         most = most_in_flight(shape, steps)
         for stage in stages:
-            others = (shape.virtual_stages - 1) * solver.resting_bytes(stage, degrees)
-            own = assumed(stage, most[stage.index % shape.parts], others)
+            sharded, whole = (
+                (shape.virtual_stages - 1) * num_bytes for num_bytes in solver.resting_bytes(stage, degrees)
+            )
+            own = assumed(stage, most[stage.index % shape.parts], sharded, whole)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
                 found.beside[found.kind(stage)] = own

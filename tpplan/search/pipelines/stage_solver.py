@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
-    """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch."""
+    """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch. With `once` FSDP gathers weights and
+    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch."""
 
     tp: int
     micro_batch: int
     fsdp: int = 0
+    once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,10 @@ class StageSolver:
         own = self.cluster.gpus // shape.parts
         return replace(self.cluster, gpus=own, gpus_per_node=min(self.cluster.gpus_per_node, own))
 
-    def resting_bytes(self, stage: StagePlan, degrees: Degrees) -> float:
-        """About the bytes of a stage's parameters, gradients and states on a tp rank, without FSDP."""
-        optimizer, total = optimizer_named(self.request.optimizer), 0.0
+    def resting_bytes(self, stage: StagePlan, degrees: Degrees) -> tuple[float, float]:
+        """About the bytes of a stage's parameters, gradients and states on a tp rank: those that FSDP divides, before
+        it does, and those that stay whole."""
+        optimizer, sharded, whole = optimizer_named(self.request.optimizer), 0.0, 0.0
         graph = self.whole(degrees.micro_batch).graph
         for source in graph.parameters:
             is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
@@ -113,8 +116,13 @@ class StageSolver:
                 continue
             value = graph.values[source.result]
             width = master_bytes(self.request.precision, value.dtype)
-            total += value.num_elements * (2 * width + optimizer.bytes_per_element(width))
-        return total / degrees.tp
+            gradients = value.num_elements * width
+            sharded += gradients + value.num_elements * optimizer.bytes_per_element(width)
+            if degrees.once:
+                whole += gradients + value.num_bytes
+            else:
+                sharded += gradients
+        return sharded / degrees.tp, whole / degrees.tp
 
     def solved(
         self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool
@@ -156,6 +164,8 @@ class StageSolver:
             loss=self.options.loss if stage.last is None else _stand_in,
             tp=degrees.tp,
             fsdp=degrees.fsdp or None,
+            whole_gradients=degrees.once,
+            gathered_once=degrees.once,
             stage=replace(stage, in_flight=beside.in_flight, beside_bytes=beside.beside_bytes),
             sharded_beside_bytes=beside.sharded_beside_bytes,
         )

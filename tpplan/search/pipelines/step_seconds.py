@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import Collective
-from tpplan.plan.parts import DATA_PARALLEL, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
+from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
@@ -84,7 +84,9 @@ def seconds_once(plan: Plan) -> float:
     """Seconds of a stage's step that do not grow with the micro-batches."""
     times = plan.predicted.time_s
     once = sum(seconds for part, seconds in times.items() if part in _ONCE)
-    if plan.mesh.replicate > 1 or plan.mesh.shard == 1:
+    if plan.fsdp.gathered_once and plan.fsdp.whole_gradients and not any(plan.resharded_units().values()):
+        once += times.get(DATA_PARALLEL, 0.0) + times.get(FSDP_COPIES, 0.0)
+    elif plan.mesh.replicate > 1 or plan.mesh.shard == 1:
         once += times.get(DATA_PARALLEL, 0.0)
     return min(once, plan.predicted.step_time_s)
 

@@ -66,6 +66,7 @@ class Options:
     reshard_after_forward: bool | None = None
     fsdp_over_tp: bool | None = None
     whole_gradients: bool = False
+    gathered_once: bool = False
     all_gpus: bool = False
     compile: bool = False
     memory_limit_bytes: float | None = None

@@ -219,6 +219,7 @@ class PointSolver:
                 reshard_after_forward=request.reshard_after_forward,
                 fsdp_over_tp=request.fsdp_over_tp,
                 whole_gradients=request.whole_gradients,
+                gathered_once=request.gathered_once,
                 treatments=dict.fromkeys(units, treatment) if treatment is not None else None,
             ),
         )

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.pins import Pin, parse_pins
 from tpplan.machine.profile import HardwareProfile
@@ -33,6 +32,7 @@ class Request:
     reshard_after_forward: bool | None
     fsdp_over_tp: bool | None
     whole_gradients: bool
+    gathered_once: bool
     is_compiled: bool
     wishes: Callable[[ModelGraph], Allows] | None
     limit: float
@@ -61,11 +61,6 @@ class Request:
         progress: Progress | None,
     ) -> "Request":
         """The request of a call of solve. Raises UsageError for an unknown name, ProfileError for a bad profile."""
-        if options.whole_gradients and options.stage is not None:
-            raise UsageError(
-                "whole gradients between micro-batches: the schedule of a pipeline decides when gradients are reduced; "
-                "leave out --whole-gradients (whole_gradients=True) or --pp"
-            )
         profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
         if precision is None:
             precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
@@ -89,6 +84,7 @@ class Request:
             reshard_after_forward=options.reshard_after_forward,
             fsdp_over_tp=options.fsdp_over_tp,
             whole_gradients=options.whole_gradients,
+            gathered_once=options.gathered_once,
             is_compiled=options.compile,
             wishes=options.allows,
             limit=profile.memory_bytes if limit is None else limit,
