@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import S
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.rules import FLEX_ATTENTION, Call, call_strategies
 from tpplan.layouts.rules.size_literals import SLICES, slice_bounds
 from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, regrouped
@@ -69,19 +70,11 @@ def _told(
         return
     call, names = Call.of(graph, node), (*node.operands, *node.results)
     values = (*call.operands, *call.results)
-    for strategy in call_strategies(call, 1):
-        layouts = (*strategy.operands, *strategy.results)
-        if any(own.parts for own in layouts):  # a part's heads are not those of the next
-            continue
-        known = [
-            marks.get(name, {}).get(own.dim, ()) if own.dim is not None else ()
-            for name, own in zip(names, layouts, strict=True)
-            if own.is_plain
-        ]
+    for plain, cut in _sharded_dims(graph, node):
+        known = (marks.get(names[i], {}).get(dim, ()) for i, dim in plain)
         counts = next(filter(None, known), ())
-        for name, value, layout in zip(names, values, layouts, strict=True) if counts else ():
-            if layout.dim is not None and layout == S(layout.dim):
-                yield from ((name, layout.dim, own) for own in _fitting(counts, value.shape[layout.dim]))
+        for i, dim in cut if counts else ():
+            yield from ((names[i], dim, own) for own in _fitting(counts, values[i].shape[dim]))
     if node.target in RESHAPES:
         yield from _told_by_view(call, node, marks)
     if node.target in TAKES_APART:
@@ -89,6 +82,26 @@ def _told(
         yield from _joined(node.operands[0], node.results, dim, marks)
     if node.target in SLICES:
         yield from _told_by_slices(graph, node, marks)
+
+
+#: dims that go together, each as (number of the operand or result, dim)
+_Dims = tuple[tuple[int, int], ...]
+
+
+def _sharded_dims(graph: ModelGraph, op: Op) -> tuple[tuple[_Dims, _Dims], ...]:
+    """The dims that each strategy of an op shards, those in plain layouts and those in one piece each, without
+    strategies by parts, whose heads are not those of the next part; found once for the ops at one place of like
+    blocks."""
+
+    def dims() -> Iterator[tuple[_Dims, _Dims]]:
+        for strategy in call_strategies(Call.of(graph, op), 1):
+            layouts = (*strategy.operands, *strategy.results)
+            if not any(own.parts for own in layouts):
+                sharded = [(i, own.dim, own) for i, own in enumerate(layouts) if own.dim is not None]
+                plain = tuple((i, dim) for i, dim, own in sharded if own.is_plain)
+                yield plain, tuple((i, dim) for i, dim, own in sharded if own == S(dim))
+
+    return graph.once((_sharded_dims, like_ops(graph)[op.name]), lambda: tuple(dims()))
 
 
 def _fitting(counts: Counts, size: int) -> Iterator[Counts]:

@@ -202,7 +202,7 @@ def nearest(
     is_cut: Callable[[str, Strategy], bool],
 ) -> Assignment | None:
     """The assignment that avoids some conflicts and strategies of decisions that are cut, and otherwise differs in the
-    fewest decisions from another one of the formulation; None where there is none."""
+    fewest decisions from another one of the formulation, and shards little where it does; None where there is none."""
     space = formulation.space
     allowed = {
         name: {i for i, strategy in enumerate(space.strategies[name]) if not is_cut(name, strategy)}
@@ -210,7 +210,7 @@ def nearest(
     }
 
     def differs(name: str, strategy: Strategy) -> float:
-        return float(strategy != assignment.strategy(name))
+        return 0.0 if strategy == assignment.strategy(name) else 1.0 + _sharded(strategy)
 
     return _cheapest(formulation, allowed, differs, conflicts)
 

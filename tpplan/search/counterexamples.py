@@ -1,7 +1,7 @@
 """Puts plans to the proof, and forbids the choices that make a counterexample."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import conflict_of, in_like_blocks, nearest
+from tpplan.search.conflicts import Check, conflict_of, in_like_blocks, nearest
 from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
@@ -74,10 +74,9 @@ def forbid(
     """Forbids the choices that together make a counterexample, in all like blocks; after PATIENCE in the code of one
     class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame.
 
-    The assignment nearest to the refuted one is put to the proof too, and so on, while it has a counterexample in the
-    code of a class that had none: each would cost the search a round.
+    The assignment nearest to the refuted one is put to the proof too: a counterexample that it has in the code of a
+    class that had none would cost the search another round.
     """
-    tp, cuts = formulation.mesh.tp, solver.cuts
     if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}; plan with --tp 1")
 
@@ -85,38 +84,51 @@ def forbid(
         checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, is_trial=True)
         return None if isinstance(checked, Plan) else checked
 
-    is_cut = solver.is_cut(traced.micro_batch, tp)
-    while True:
-        logger.info("counterexample on tp %d: %s", tp, found.message)
-        together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
-        cuts.note(_refuted(formulation, found.message, together))
-        for choices in together:
-            if len(choices) > 1:
-                cuts.conflicts.setdefault(tp, []).append(choices)
-            for name, group in choices.items() if len(choices) == 1 else ():
-                cuts.cut(formulation.space, name, group)
-        module, code = _whose_code(traced, found)
-        cuts.counterexamples[tp, code] += 1
-        if cuts.counterexamples[tp, code] >= PATIENCE:
-            return _forbid_guess(solver, found, assignment, formulation, module, code)
-        near = nearest(assignment, formulation, cuts.conflicts_in(formulation.space), is_cut)
-        again = _checked(check, near)
-        if near is None or again is None or cuts.counterexamples[tp, _whose_code(traced, again)[1]]:
-            return None
-        found, assignment = again, near
+    _forbid_one(solver, found, assignment, formulation, traced, check)
+    if (other := _nearby(solver, assignment, formulation, traced, check)) is not None:
+        _forbid_one(solver, *other, formulation, traced, check)
 
 
-def _checked(
-    check: Callable[[Assignment], Counterexample | Mistyped | None], near: Assignment | None
-) -> Counterexample | Mistyped | None:
-    """The counterexample of an assignment that sharding is to blame for; None without one, or where the assignment
-    cannot be written as a plan."""
+def _forbid_one(
+    solver: PointSolver,
+    found: Counterexample | Mistyped,
+    assignment: Assignment,
+    formulation: Formulation,
+    traced: Traced,
+    check: Check,
+) -> None:
+    """Forbids the choices of an assignment that make its counterexample, or guesses, as `forbid`."""
+    tp, cuts = formulation.mesh.tp, solver.cuts
+    logger.info("counterexample on tp %d: %s", tp, found.message)
+    together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
+    cuts.note(_refuted(formulation, found.message, together))
+    for choices in together:
+        if len(choices) > 1:
+            cuts.conflicts.setdefault(tp, []).append(choices)
+        for name, group in choices.items() if len(choices) == 1 else ():
+            cuts.cut(formulation.space, name, group)
+    module, code = _whose_code(traced, found)
+    cuts.counterexamples[tp, code] += 1
+    if cuts.counterexamples[tp, code] >= PATIENCE:
+        _forbid_guess(solver, found, assignment, formulation, module, code)
+
+
+def _nearby(
+    solver: PointSolver, assignment: Assignment, formulation: Formulation, traced: Traced, check: Check
+) -> tuple[Counterexample | Mistyped, Assignment] | None:
+    """The assignment nearest to a refuted one with its counterexample; None where it has none that sharding is to blame
+    for, or one in the code of a class that had another."""
+    tp, cuts = formulation.mesh.tp, solver.cuts
+    conflicts, is_cut = cuts.conflicts_in(formulation.space), solver.is_cut(traced.micro_batch, tp)
+    near = nearest(assignment, formulation, conflicts, is_cut)
     try:
         found = check(near) if near is not None else None
-    except TpplanError as error:
+    except TpplanError as error:  # it cannot be written as a plan
         logger.info("the nearest assignment is not checked: %s", first_line(error))
         return None
-    return found if found is not None and found.blamed and culprit_of(found) is None else None
+    if near is None or found is None or not found.blamed or culprit_of(found) is not None:
+        return None
+    return None if cuts.counterexamples[tp, _whose_code(traced, found)[1]] else (found, near)
 
 
 def _forbid_guess(
