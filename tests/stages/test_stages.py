@@ -344,13 +344,13 @@ def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
     every = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)
     for rank, (ran, sent, peak) in enumerate(run_ranks(2, traffic, plan, timeout_s=120)):
         assert [tuple(action) for action in every[rank]] == ran
-        plans = plan.stages_of(rank)
+        plans, tp = plan.stages_of(rank), plan.stages[0].mesh.tp
         stages = [own.stage for own in plans if own.stage is not None]
-        assert sum(sent) == steps * sum(num_bytes(stage.sends) + num_bytes(stage.receives) for stage in stages)
+        assert sum(sent) == steps * sum(num_bytes((*stage.sends, *stage.receives), tp) for stage in stages)
         assert len(sent) == steps * sum(len(stage.sends) + len(stage.receives) for stage in stages)
         predicted = max(own.predicted.peak_memory_bytes for own in plans)
         # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
-        kept = steps * sum(num_bytes(stage.receives) for stage in stages) if virtual > 1 else 0
+        kept = steps * sum(num_bytes(stage.receives, tp) for stage in stages) if virtual > 1 else 0
         assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
 
 

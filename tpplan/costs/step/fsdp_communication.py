@@ -272,8 +272,8 @@ class FsdpCommunication:
 
     def _copied_either_way(self, unit: FsdpUnit, gathers: int, *, is_again: bool) -> Expression:
         """Bytes that some gathers of a step, and where not `is_again` reductions, move for a unit that may be over
-        shard and tp. One expression, as each of its values is a number of bytes moved, and none is below 0: what changes
-        where the unit is over shard and tp may be."""
+        shard and tp. One expression, as each of its values is a number of bytes moved, and none is below 0: what
+        changes where the unit is over shard and tp may be."""
         steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
         narrow, more = self._copied(self.mesh.shard), self._copied_more(unit)
         parts = [scaled(added(self.parameter_bytes.of(unit, *narrow[0]), more[0]), float(gathers))]

@@ -38,7 +38,7 @@ class AllStages:
     @classmethod
     def of(cls, solver: StageSolver, shape: PipelineShape, sizes: Sizes, degrees: Degrees) -> "AllStages":
         """The stages, each taken for one of the like stages of a rank."""
-        stages = solver.stages(shape, sizes, degrees.micro_batch)
+        stages = [own.with_slices(degrees.sliced) for own in solver.stages(shape, sizes, degrees.micro_batch)]
         found = cls(solver=solver, shape=shape, sizes=sizes, degrees=degrees, stages=stages)
         steps = solver.batch.global_batch // (solver.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
         most = most_in_flight(shape, steps)
@@ -46,7 +46,7 @@ class AllStages:
             sharded, whole = (
                 (shape.virtual_stages - 1) * num_bytes for num_bytes in solver.resting_bytes(stage, degrees)
             )
-            own = assumed(stage, most[stage.index % shape.parts], sharded, whole)
+            own = assumed(stage, most[stage.index % shape.parts], sharded, whole, degrees.tp)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
                 found.beside[found.kind(stage)] = own
@@ -102,7 +102,7 @@ class AllStages:
         for stage, plan in zip(self.stages, plans, strict=True):
             assert plan.stage is not None
             kept.append(replace(stage, kept_bytes=plan.stage.kept_bytes, resting_bytes=plan.stage.resting_bytes))
-        everything = held(kept, self.shape, plans[0].batch.accumulation_steps)
+        everything = held(kept, self.shape, plans[0].batch.accumulation_steps, self.degrees.tp)
         return [with_held(plan, own) for plan, own in zip(plans, everything, strict=True)]
 
     def _lower(self, plans: Sequence[Plan]) -> bool:

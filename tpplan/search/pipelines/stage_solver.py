@@ -1,6 +1,8 @@
 """Traces a model, cuts it into stages, and solves each stage as a model of its own; keeps what it has solved."""
 
+import functools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,12 +30,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
     """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch. With `once` FSDP gathers weights and
-    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch."""
+    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch. What crosses
+    between stages is cut along dim `sliced` over tp; None: it crosses whole."""
 
     tp: int
     micro_batch: int
     fsdp: int = 0
     once: bool = False
+    sliced: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +189,7 @@ class StageSolver:
         ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
         for stage in stages:
             subject = replace(
-                self.request.subject, stage=stage, loss=self.options.loss if stage.last is None else _stand_in
+                self.request.subject, stage=stage.bare, loss=self.options.loss if stage.last is None else _stand_in
             )
             graph = TraceCache(subject, self.reuse).really_traced(micro_batch).graph
             own = range(ends[stage.index], ends[stage.index + 1])
@@ -202,7 +206,7 @@ class StageSolver:
 
 def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
     """The loss of a stage that is not the last: gradients of all that it sends come back."""
-    return sum(tensor.sum() for tensor in outputs)
+    return functools.reduce(operator.add, (tensor.sum() for tensor in outputs))
 
 
 def _end(graph: ModelGraph, stage: StagePlan) -> int:
