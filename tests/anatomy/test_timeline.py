@@ -99,6 +99,23 @@ def assert_is_the_price(found: Anatomy, plan: Plan) -> None:
         assert during == pytest.approx(beside.seconds)
 
 
+def test_a_timeline_of_units_that_stay_gathered_adds_up_to_the_price() -> None:
+    """The second micro-batch gathers nothing."""
+    options = {"global_batch": 8, "micro_batch": 1, "whole_gradients": True, "reshard_after_forward": False}
+    plan = solve_example("gpt", SLOWED, gpus=4, tp=1, fsdp=4, prove=False, **options)
+    module, fsdp = example("gpt"), dataclasses.replace(plan.fsdp, gathered_once=True)
+    once = tpplan.price(
+        dataclasses.replace(plan, fsdp=fsdp),
+        module.build_model,
+        module.example_inputs,
+        profile=SLOWED,
+        loss=module.loss,
+    )
+    for part in (DATA_PARALLEL, FSDP_COPIES):
+        assert 0 < once.predicted.time_s[part] < plan.predicted.time_s[part]
+    assert_is_the_price(taken_apart("gpt", once, SLOWED), once)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_timeline_adds_up_to_the_price(case: str) -> None:
     name, profile, options, part = CASES[case]

@@ -354,6 +354,17 @@ def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
         assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
 
 
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_ranks_hold_what_fsdp_keeps_from_one_micro_batch_to_the_next(virtual: int) -> None:
+    """Weights and gradients that are gathered and reduced once a step are whole until then."""
+    plan = solved(Stack, stages=2, gpus=4, virtual=virtual, tp=1, fsdp=2, whole_gradients=True, prove=False)
+    assert all(stage.fsdp.gathered_once for stage in plan.stages)
+    assert not any(any(stage.resharded_units().values()) for stage in plan.stages)
+    for rank, (_, _, peak) in enumerate(run_ranks(4, traffic, plan, timeout_s=120)):
+        predicted = max(own.predicted.peak_memory_bytes for own in plan.stages_of(rank))
+        assert 0.97 * predicted < peak < 1.03 * predicted
+
+
 class Counted(TorchDispatchMode):
     """Counts collectives by kind."""
 
