@@ -20,10 +20,9 @@ from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.sections.ranks import StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stage_model import without_values
-from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.sections.modes import Precision
-from tpplan.plan.sections.ranks import StagePlan, TensorPlan
-from tpplan.stages.stub import RECEIVED, Stub, without_memory
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
+from tpplan.stages.stub import Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.trace.hooks.generated_class import subclass
@@ -95,7 +95,7 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         before.receives = True
     if stage.last is not None:
         last = model.get_submodule(stage.last)
-        last.__class__ = _last_class(type(last))  # type: ignore[assignment]
+        last.__class__ = _last_class(type(last))  # type: ignore[arg-type]
     model.__dict__[STAGE] = stage
     model.__class__ = _stage_class(type(model))  # type: ignore[arg-type]
     return model
