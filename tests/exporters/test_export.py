@@ -211,7 +211,7 @@ def test_megatron_reads_as_one_would_write_it() -> None:
     ):
         assert text.count(line) == 1, line
     assert "fully_shard" not in text
-    assert "OnWhole" not in text
+    assert "OnDTensors" not in text
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ BERT |= {"intermediate.dense": "columns", "output.dense": "rows"}
 T5_ATTENTION = ("encoder.block.*.layer.0.SelfAttention", "decoder.block.*.layer.0.SelfAttention")
 T5_ATTENTION += ("decoder.block.*.layer.1.EncDecAttention",)
 T5 = {f"{name}.[qkv]": "columns" for name in T5_ATTENTION} | {f"{name}.o": "rows" for name in T5_ATTENTION}
+GPT2 = {"transformer.h.*.attn": "megatron", "transformer.h.*.mlp": "megatron", "transformer.wte": "replicated"}
 NANOGPT = {"transformer.h.*.attn": "megatron"}
 #: by case: the model type, what its config adds, and pins
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -52,10 +53,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {f"bert.encoder.layer.*.{name}": style for name, style in BERT.items()} | {"cls.predictions": "replicated"},
     ),
     # heads that a bias and a mask have, too: these are whole, and so is what reads them
+    # weights that are not nn.Linear's, q, k and v among them in one
+    "dims in the other order": ("gpt2", {f"{part}_pdrop": 0.0 for part in ("attn", "embd", "resid")}, GPT2),
     "encoder and decoder": ("t5", {"d_kv": 8, "d_ff": 64, "dropout_rate": 0.0, "decoder_start_token_id": 0}, T5),
 }
 LONG = pytest.mark.long
-SHORT = ("Megatron", "encoder and decoder")
+SHORT = ("Megatron", "dims in the other order", "encoder and decoder")
+GATHERED = SHORT[1:]
 BATCH, SEQ_LEN = 4, 16
 
 
@@ -159,7 +163,7 @@ def test_plain_torch_trains_with_it_as_one_process_does(case: str) -> None:
     text = exported(case, "pytorch")
     is_followed = "Weights are cut as planned, and tensors between the cut layers are whole" not in text
     assert is_followed == (case == "two names of a bias")
-    assert ("are gathered, and what reads them runs whole" in " ".join(text.split())) == (case == "encoder and decoder")
+    assert ("are gathered, and what reads them runs whole" in " ".join(text.split())) == (case in GATHERED)
     torch.manual_seed(0)
     expected = gradients(built(case))
     for found in run_ranks(2, in_plain_torch, case, text):

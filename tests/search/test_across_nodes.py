@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
 from tpplan.search import planner
+from tpplan.search.best_first import Progress, _explore_size
+from tpplan.search.points.mesh_points import Point
+from tpplan.search.points.point_solver import Candidate
 from tpplan.search.points.unsearched import WITHOUT_UNITS_OVER_TP
-from tpplan.solvers.problem import Status
+from tpplan.solvers.problem import Solution, Status
 
 NUM_TABLES, ROWS, WIDTH = 4, 2**22, 128
 
@@ -103,6 +107,24 @@ def test_conversions_across_nodes_take_the_time_of_links_between_nodes() -> None
         solved(profile, tp=16, prove=False).predicted.time_s["tensor-parallel collectives"] for profile in (slow, fast)
     ]
     assert seconds[0] > 2 * seconds[1]
+
+
+def test_looked_at_again_no_wider_groups_are_tried() -> None:
+    """tp 16 is too slow from the first look on, by its bound; tp 32 was left out for that, and stays so."""
+    every = inside, _, wide = [Point(32, tp, 1, 1) for tp in (8, 16, 32)]
+    floors, tried = {8: 1.0, 16: 3.0, 32: 2.0}, list[int]()
+    solver: Any = SimpleNamespace(
+        request=SimpleNamespace(cluster=SimpleNamespace(gpus_per_node=8), report=lambda *_: None),
+        priced=lambda micro_batch, tp: tried.append(tp),
+        has_floor=lambda point: True,
+        floor=lambda point: floors[point.tp],
+    )
+    solution = Solution(status=Status.OPTIMAL, solver="none", choice={}, objective=2.5, bound=2.5)
+    formulation: Any = None
+    known = Progress(solved={inside: Candidate(point=inside, formulation=formulation, solution=solution)})
+    _explore_size(solver, [inside, wide], every, known, 0, len(every))
+    assert tried == [8]
+    assert known.too_wide == {wide}
 
 
 def test_a_profile_of_one_node_says_that_tp_across_nodes_was_not_searched() -> None:

@@ -159,9 +159,11 @@ def columns_only(graph: ModelGraph) -> Allows:
     return allowed
 
 
-def solve_counted(allows: Callable[[ModelGraph], Allows] = columns_only, **options: Any) -> Plan:
+def solve_counted(
+    allows: Callable[[ModelGraph], Allows] = columns_only, *, build: type[nn.Module] = CountedModel, **options: Any
+) -> Plan:
     return tpplan.solve(
-        CountedModel,
+        build,
         lambda batch, length: {"x": torch.randn(batch, length, DIM)},
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
         global_batch=1,
@@ -191,6 +193,30 @@ def test_what_is_wrong_together_is_forbidden_together() -> None:
     assert plan.solver.gap == 0
     whole = solve_counted(lambda graph: lambda name, strategy: all(x.dim is None for x in strategy.results))
     assert plan.solver.objective_s < whole.solver.objective_s
+
+
+class CountedElsewhere(Counted):
+    """The same code in another class."""
+
+
+class CountedTwice(CountedModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = CountedElsewhere()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.counted(x) + self.again(x)).square().mean()
+
+
+def test_counterexamples_in_several_classes_are_found_in_one_round() -> None:
+    """Each alone is that of `test_what_is_wrong_together_is_forbidden_together`."""
+    plan = solve_counted(build=CountedTwice)
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.proof.rounds == 2  # the second proves
+    assert [cut.partition(":")[0].count("again") for cut in plan.proof.cuts] == [0, 2]
+    assert cut_projections(plan) == {"left"}
+    assert plan.solver.status is Status.OPTIMAL
+    assert plan.solver.gap == 0
 
 
 def test_what_is_cut_to_end_sooner_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,14 @@ class Stack(nn.Module):
         return logits
 
 
+class Deep(Stack):
+    """A model with more layers in a stage than a proof compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.extend(Layer() for _ in range(4))
+
+
 class Tied(Stack):
     """A model whose head is its embedding."""
 

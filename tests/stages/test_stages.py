@@ -12,6 +12,7 @@ from ranks import run_ranks
 from stage_models import (
     LENGTH,
     VOCABULARY,
+    Deep,
     Stack,
     Vision,
     hugging_face,
@@ -56,6 +57,12 @@ def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     assert plan.parts == stages
     assert [bool(own.fsdp.over_tp) for own in plan.stages] == [bool(options.get("fsdp_over_tp"))] * len(plan.stages)
     assert_as_one_process(Stack, plan)
+
+
+def test_the_layer_that_sends_is_compared_where_like_ones_are_left_out() -> None:
+    plan = solved(Deep, stages=2, gpus=4, tp=2)
+    assert [stage.stage.last for stage in plan.stages if stage.stage is not None] == ["layers.3", None]
+    assert not any(map(why_unproven, plan.stages))
 
 
 def test_images() -> None:

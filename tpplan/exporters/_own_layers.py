@@ -3,12 +3,14 @@
 A linear layer or embedding that is cut takes its input, and gives its output, whole or as a slice of the last dim.
 Forms with a style for each layer can carry out no other plan. So what they write is first made a plan of its own, with
 the same cuts of weights, and that plan is proven to be the same model. It keeps no slices of the sequence between
-layers, gathers what a loss on slices would read, and changes no sizes in the model's code.
+layers, gathers what a loss on slices would read, and changes no sizes in the model's code, but for layers that a form
+runs on DTensors, which have the sizes of one process.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from torch import nn
 
@@ -38,27 +40,60 @@ class Style(StrEnum):
     WHOLE = "replicate"
 
 
-def at_own_layers(laid: LaidOut, *, gathers: bool = False) -> tuple[dict[str, Style], LaidOut]:
+def at_own_layers(
+    laid: LaidOut, *, gathers: bool = False, products: Mapping[str, Style] = MappingProxyType({})
+) -> tuple[dict[str, Style], LaidOut]:
     """Returns the style of every module with parameters, by name, and the model laid out by these styles alone.
 
     Weights are cut as planned. With `gathers`, layers whose slices code cannot read in these layouts give whole
-    outputs, and what follows runs whole. Raises ExportError where the model is then not the same, or a layer has no
-    style.
+    outputs, and what follows runs whole. `products` are layers besides nn.Linear that the form can cut (cut_products).
+    Raises ExportError where the model is then not the same, or a layer has no style.
     """
-    styles = _styles(laid, {}, gathers=gathers)
+    styles = _styles(laid, {}, products, gathers=gathers)
     try:
-        return _proven(laid, styles)
+        return _proven(laid, styles, products)
     except ExportError:
-        more = _beside_created(laid, styles) if gathers else {}
+        more = _beside_created(laid, styles, products) if gathers else {}
         if not more:
             raise
-    styles = _styles(laid, more, gathers=True)
-    return _proven(laid, styles)
+    styles = _styles(laid, more, products, gathers=True)
+    return _proven(laid, styles, products)
 
 
-def _proven(laid: LaidOut, styles: dict[str, Style]) -> tuple[dict[str, Style], LaidOut]:
+def cut_products(laid: LaidOut) -> dict[str, Style]:
+    """Returns, by name, the layers without submodules, other than nn.Linear and nn.Embedding, that the plan cuts as a
+    product with a weight is cut, whatever the order of the weight's dims: by columns, which give slices of the last
+    dim, or by rows, which read them."""
+    owned, found = owned_parameters(laid.plan), dict[str, Style]()
+    for name, module in laid.model.named_modules(remove_duplicate=False):
+        is_other = type(module) not in (nn.Linear, nn.Embedding) and next(module.children(), None) is None
+        if is_other and any(one.placement != R for one in owned.get(name, {}).values()):
+            ranks = {
+                len(laid.graph.values[boundary.operand].shape)
+                for boundary in laid.graph.boundaries
+                if boundary.module == name
+            }
+            style = _style_of_product(laid, name, ranks.pop() - 1) if len(ranks) == 1 else None
+            if style is not None:
+                found[name] = style
+    return found
+
+
+def _style_of_product(laid: LaidOut, name: str, last: int) -> Style | None:
+    """Returns how a layer is cut whose input and output have the dim `last` as their last; None where it is not cut as
+    a product is."""
+    entering = {crossing.target for crossing in laid.crossings.get((name, Direction.INPUT), ())}
+    leaving = {crossing.source for crossing in laid.crossings.get((name, Direction.OUTPUT), ())}
+    if entering <= {R, R_STAR} and {layout.dim for layout in leaving} == {last}:
+        return Style.COLUMNS
+    if leaving == {P} and entering == {S(last)}:
+        return Style.ROWS
+    return None
+
+
+def _proven(laid: LaidOut, styles: dict[str, Style], products: Mapping[str, Style]) -> tuple[dict[str, Style], LaidOut]:
     """Returns the styles, and the model laid out by them. Raises ExportError where it is not the same model."""
-    plan = _as_run(laid, styles)
+    plan = _as_run(laid, styles, products)
     try:
         laid.prove(plan)
     except VerificationError as error:
@@ -68,10 +103,10 @@ def _proven(laid: LaidOut, styles: dict[str, Style]) -> tuple[dict[str, Style], 
     return styles, replace(laid, plan=plan, strategies=strategies)
 
 
-def _beside_created(laid: LaidOut, styles: Mapping[str, Style]) -> dict[str, Style]:
+def _beside_created(laid: LaidOut, styles: Mapping[str, Style], products: Mapping[str, Style]) -> dict[str, Style]:
     """Returns the style of gathering for the layers whose slices meet tensors that code creates: it may give these
     their whole size, and this form changes no sizes in code."""
-    graph, strategies = laid.graph, implied_strategies(laid.graph, _as_run(laid, styles))
+    graph, strategies = laid.graph, implied_strategies(laid.graph, _as_run(laid, styles, products))
     assert not isinstance(strategies, Mistyped), "the styles fit"
     created = [op for op in graph.ops if op.target in CREATIONS and strategies[op.name].results[0].dim is not None]
     reached = (reader for op in created for reader in _readers(laid, styles, op))
@@ -79,7 +114,9 @@ def _beside_created(laid: LaidOut, styles: Mapping[str, Style]) -> dict[str, Sty
     return dict.fromkeys(found, Style.COLUMNS_GATHERED)
 
 
-def _styles(laid: LaidOut, known: Mapping[str, Style], *, gathers: bool) -> dict[str, Style]:
+def _styles(
+    laid: LaidOut, known: Mapping[str, Style], products: Mapping[str, Style], *, gathers: bool
+) -> dict[str, Style]:
     """Returns the style of every linear layer and embedding, and of norms that meet slices, by module name.
 
     Where layouts fit only if an output is gathered before the model's own loss, or a replicated weight's gradient is
@@ -87,10 +124,14 @@ def _styles(laid: LaidOut, known: Mapping[str, Style], *, gathers: bool) -> dict
     """
     owned = owned_parameters(laid.plan)
     modules = dict(laid.model.named_modules(remove_duplicate=False))
-    styles = {name: _style(laid, name, modules[name], owned[name]) for name in modules if name in owned}
+    styles = {
+        name: _style(laid, name, module, owned[name], products.get(name), gathers=gathers)
+        for name, module in modules.items()
+        if name in owned
+    }
     styles |= known
     for _ in styles:
-        found = implied_strategies(laid.graph, _as_run(laid, styles))
+        found = implied_strategies(laid.graph, _as_run(laid, styles, products))
         if not isinstance(found, Mistyped):
             break
         change = _mended(laid, styles, found, gathers=gathers)
@@ -120,22 +161,33 @@ def owned_parameters(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
     return found
 
 
-def _style(laid: LaidOut, name: str, module: nn.Module, parameters: Mapping[str, ParameterPlan]) -> Style:
+def _style(
+    laid: LaidOut,
+    name: str,
+    module: nn.Module,
+    parameters: Mapping[str, ParameterPlan],
+    product: Style | None,
+    *,
+    gathers: bool,
+) -> Style:
     placements = {attribute: parameter.placement for attribute, parameter in parameters.items()}
     if all(placement == R for placement in placements.values()):
         return Style.WHOLE
     if all(name not in parameter.reads and parameter.aliases for parameter in parameters.values()):
         return Style.WHOLE  # it is not called: modules that have its parameters by other names read them
     weight, bias = placements.get("weight"), placements.get("bias")
-    if weight is not None and parameters["weight"].reads.get(name) != weight:
-        weight = None  # a fused weight, which a rank reads part by part
-    if isinstance(module, nn.Linear) and weight == S(0) and bias in (None, S(0)):
-        gathers = any(crossing.target == R for crossing in _changed(laid, name, Direction.OUTPUT))
-        return Style.COLUMNS_GATHERED if gathers else Style.COLUMNS
-    if isinstance(module, nn.Linear) and weight == S(1) and bias in (None, R):
+    is_fused = weight is not None and parameters["weight"].reads.get(name) != weight  # a rank reads it part by part
+    if isinstance(module, nn.Linear) and (weight, bias) in ((S(0), None), (S(0), S(0))):
+        product = Style.COLUMNS
+    elif isinstance(module, nn.Linear) and (weight, bias) in ((S(1), None), (S(1), R)):
+        product = Style.ROWS
+    if product is Style.COLUMNS and (gathers or not is_fused):
+        is_whole = any(crossing.target == R for crossing in _changed(laid, name, Direction.OUTPUT))
+        return Style.COLUMNS_GATHERED if is_fused or is_whole else Style.COLUMNS
+    if product is Style.ROWS and not is_fused:
         cuts = any(crossing.source == R for crossing in _changed(laid, name, Direction.INPUT))
         return Style.ROWS_OF_WHOLE if cuts else Style.ROWS
-    if isinstance(module, nn.Embedding) and weight in (S(0), S(1)):
+    if isinstance(module, nn.Embedding) and weight in (S(0), S(1)) and not is_fused:
         return Style.VOCABULARY if weight == S(0) else Style.EMBEDDING_COLUMNS
     cut = ", ".join(f"{attribute} as {parameter.reads.get(name)}" for attribute, parameter in parameters.items())
     raise ExportError(
@@ -205,8 +257,9 @@ def _columns_behind(laid: LaidOut, styles: Mapping[str, Style], node: Op | Bound
         open_values += producer.operands
 
 
-def _as_run(laid: LaidOut, styles: Mapping[str, Style]) -> Plan:
-    """Returns the plan that the styles carry out: they convert at their own layers, and nothing else is changed."""
+def _as_run(laid: LaidOut, styles: Mapping[str, Style], products: Mapping[str, Style]) -> Plan:
+    """Returns the plan that the styles carry out: they convert at their own layers, and nothing else is changed but
+    sizes in the code of `products`."""
     boundaries: dict[str, BoundaryPlan] = {}
     for boundary in laid.graph.boundaries:
         conversion = _conversion(laid, styles.get(boundary.module, Style.WHOLE), boundary)
@@ -220,12 +273,17 @@ def _as_run(laid: LaidOut, styles: Mapping[str, Style]) -> Plan:
         label: replace(parameter, reads={name: _read(parameter, styles.get(name), name) for name in parameter.reads})
         for label, parameter in laid.plan.parameter_plans().items()
     }
-    return replace(laid.plan, parameters=parameters, boundaries=boundaries, sizes={}, losses={}, draws=(), outputs={})
+    sizes = {name: sizes for name, sizes in laid.plan.size_plans().items() if name in products}
+    changed = replace(laid.plan, parameters=parameters, boundaries=boundaries, sizes=sizes)
+    return replace(changed, losses={}, draws=(), outputs={})
 
 
 def _read(parameter: ParameterPlan, style: Style | None, module: str) -> Layout:
+    read = parameter.reads[module]
+    if style is Style.COLUMNS_GATHERED and read.dim is not None:
+        return S(read.dim)
     if style in (Style.ROWS, Style.ROWS_OF_WHOLE) or parameter.placement != R:
-        return parameter.reads[module]
+        return read
     return R_STAR if style is Style.SUMMED and parameter.trainable else R
 
 

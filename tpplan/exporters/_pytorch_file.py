@@ -14,7 +14,7 @@ from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.graph import within
 from tpplan.core.mesh import AXES
 from tpplan.core.name_patterns import parse_ranges
-from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_results, sum_gradients
+from tpplan.exporters._pytorch_styles import Entering, Leaving, OnDTensors, keep_results, sum_gradients
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 
 
@@ -78,7 +78,7 @@ def file_text(plan: Plan, styles: Styles | None, given_up: str | None = None) ->
 _HELPERS: dict[str, Callable[..., Any]] = {
     "Entering": Entering,
     "Leaving": Leaving,
-    "OnWhole": OnWhole,
+    "OnDTensors": OnDTensors,
     "sum_gradients": sum_gradients,
     "keep_results": keep_results,
 }

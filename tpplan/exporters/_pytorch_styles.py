@@ -1,7 +1,6 @@
 """Helpers that exporters/pytorch.py copies, as source text, into the files that need them."""
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -52,20 +51,33 @@ class Leaving(ParallelStyle):
         return module
 
 
-class OnWhole(ParallelStyle):
-    """Replicates the weights of a module, which every rank runs on the whole input."""
+class OnDTensors(ParallelStyle):
+    """Runs a module on DTensors: inputs go from the first placement to the second, outputs to the third; all are whole
+    where none is given. Weights are placed by name, others are whole."""
+
+    def __init__(self, *placements: Placement, **weights: Placement) -> None:
+        super().__init__()
+        self.source, self.target, self.output = placements or (Replicate(), Replicate(), Replicate())
+        self.weights = weights
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            placed = distribute_tensor(parameter.detach(), device_mesh, [self.weights.get(name, Replicate())])
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+        def entering(x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self.source], run_check=False)
+            return x.redistribute(placements=[self.target])
+
+        def leaving(y: DTensor) -> torch.Tensor:
+            return y.redistribute(placements=[self.output]).to_local()
 
         def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            wrap = partial(DTensor.from_local, device_mesh=device_mesh, placements=[Replicate()], run_check=False)
-            return tree_map_only(torch.Tensor, wrap, args), tree_map_only(torch.Tensor, wrap, kwargs)
+            return tree_map_only(torch.Tensor, entering, args), tree_map_only(torch.Tensor, entering, kwargs)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(lambda _module, _args, output: tree_map_only(DTensor, DTensor.to_local, output))
+        module.register_forward_hook(lambda _module, _args, output: tree_map_only(DTensor, leaving, output))
         return module
 
 

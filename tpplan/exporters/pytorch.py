@@ -5,6 +5,9 @@ column-parallel layers that read its result the tensor is a DTensor, so that the
 the conversion. Modules that would read that DTensor beside other tensors, or whose code tpplan changes per rank, cannot
 be expressed so. Such plans are written with the same cuts of weights, but with layouts that change at the cut layers
 alone (tpplan.exporters._own_layers), and the file says so; where that is another model, they are refused.
+
+Layers that are cut as a product is and are no nn.Linear, such as one whose weight has its dims in the other order, run
+on DTensors: torch has no style of its own for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +22,7 @@ from tpplan.core.graph import LEFT_AT, Boundary, Direction
 from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
-from tpplan.exporters._own_layers import Style, at_own_layers, owned_parameters
+from tpplan.exporters._own_layers import Style, at_own_layers, cut_products, owned_parameters
 from tpplan.exporters._pytorch_file import Styles, file_text
 from tpplan.plan.plan import ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
@@ -31,42 +34,43 @@ _SHOWN = 3
 def export(laid: LaidOut) -> str:
     """Returns the text of a Python file with a function parallelize(model) that lays the model out."""
     if laid.plan.mesh.tp == 1:
-        _refuse_own_code(laid.plan)
+        _refuse_own_code(laid.plan, {})
         return file_text(laid.plan, None)
+    products = cut_products(laid)
     try:
-        return file_text(laid.plan, _styles(laid))
+        return file_text(laid.plan, _styles(laid, products))
     except ExportError as refused:
         try:
-            return _with_whole_tensors(laid, _reason(refused))
+            return _with_whole_tensors(laid, products, _reason(refused))
         except ExportError as error:
             message = f"{_reason(refused)}; nor can a plan with whole tensors between layers be written: {error}"
             raise ExportError(message) from None
 
 
-def _with_whole_tensors(laid: LaidOut, given_up: str) -> str:
+def _with_whole_tensors(laid: LaidOut, products: Mapping[str, Style], given_up: str) -> str:
     """The file with layouts that change at the cut layers alone; where code cannot read the slices of some layers
     then, these give whole outputs, and the file says that what follows them runs whole."""
     try:
-        _, simpler = at_own_layers(laid)
+        _, simpler = at_own_layers(laid, products=products)
     except ExportError:
-        styles, simpler = at_own_layers(laid, gathers=True)
+        styles, simpler = at_own_layers(laid, gathers=True, products=products)
         gathered = [name for name, style in styles.items() if style is Style.COLUMNS_GATHERED]
         shown = ", ".join(gathered[:_SHOWN]) + (f" and {len(gathered) - _SHOWN} more" if len(gathered) > _SHOWN else "")
         given_up += f". Outputs of {shown} are gathered, and what reads them runs whole on every rank"
-    return file_text(laid.plan, _styles(simpler), given_up=given_up)
+    return file_text(laid.plan, _styles(simpler, products), given_up=given_up)
 
 
 def _reason(error: ExportError) -> str:
     return str(error).removesuffix(": use apply_plan")
 
 
-def _styles(laid: LaidOut) -> Styles:
-    _refuse_own_code(laid.plan)
-    return _StyleFinder(laid).styles()
+def _styles(laid: LaidOut, products: Mapping[str, Style]) -> Styles:
+    _refuse_own_code(laid.plan, products)
+    return _StyleFinder(laid, products).styles()
 
 
-def _refuse_own_code(plan: Plan) -> None:
-    """Raises ExportError for plans that need code of tpplan at run time."""
+def _refuse_own_code(plan: Plan, products: Mapping[str, Style]) -> None:
+    """Raises ExportError for plans that need code of tpplan at run time. The code of `products` runs on DTensors."""
     if plan.untouched is not None:
         raise ExportError(
             f"parameters stay as they are ({plan.untouched}), which plain PyTorch has no style for: use apply_plan"
@@ -84,7 +88,7 @@ def _refuse_own_code(plan: Plan) -> None:
         )
     own = {
         "sizes in its code are replaced by a rank's own: write -1 there and solve again, or use apply_plan": {
-            *plan.size_plans()
+            *(plan.size_plans().keys() - products.keys())
         },
         "its own forward has a cross entropy over a slice of the classes: move the loss out of the model and solve "
         "again, or use apply_plan": {*plan.sharded_losses()},
@@ -104,6 +108,8 @@ class _StyleFinder:
     """Finds the styles of a plan's modules, as Python text."""
 
     laid: LaidOut
+    #: layers besides nn.Linear that are cut by columns or rows
+    products: Mapping[str, Style]
     #: styles by module name
     entering: dict[str, str] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
@@ -157,7 +163,8 @@ class _StyleFinder:
 
     def _is_column(self, name: str, module: nn.Module) -> bool:
         weight = self._owned[name].get("weight")
-        return type(module) is nn.Linear and weight is not None and weight.placement == S(0)
+        is_linear = type(module) is nn.Linear and weight is not None and weight.placement == S(0)
+        return is_linear or self.products.get(name) is Style.COLUMNS
 
     def _style(self, name: str, module: nn.Module) -> str:
         parameters = self._owned[name]
@@ -175,13 +182,13 @@ class _StyleFinder:
             )
         if all(parameter.placement == R for parameter in parameters.values()):
             return self._replicated_style(name, parameters)
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear or name in self.products:
             return self._column(name) if name in self.columns else self._row(name, parameters)
         if type(module) is nn.Embedding:
             return self._embedding(name, parameters["weight"].placement)
         raise ExportError(
             f"module {name or ROOT}: {type(module).__name__} with weights that are split: torch has styles for "
-            "nn.Linear and nn.Embedding only: use apply_plan"
+            "products with one weight and nn.Embedding only: use apply_plan"
         )
 
     def _replicated_style(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
@@ -189,7 +196,7 @@ class _StyleFinder:
         entering = [crossing.target for crossing in self._inputs(name)]
         layouts = {*entering, *(crossing.source for crossing in self._outputs(name))}
         if reads <= {R} and layouts <= {R}:
-            return "OnWhole()"
+            return "OnDTensors()"
         is_summed = reads == {R_STAR} or not any(parameter.trainable for parameter in parameters.values())
         if is_summed and len(entering) == len(layouts) == 1 and (dim := entering[0].dim) is not None:
             return f"SequenceParallel(sequence_dim={dim}, use_local_output=True)"
@@ -212,16 +219,29 @@ class _StyleFinder:
                     f"module {name}: it reads an input in layout R* that no conversion makes, and torch's style would "
                     "not sum its gradient: use apply_plan"
                 )
+        if name in self.products:
+            return self._on_dtensors(name, crossing.source, R)
         return _call("ColwiseParallel", crossing if crossing.is_conversion else None, self._output(name))
 
     def _row(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
         (crossing,) = self._single(name, self._inputs(name))
         self.with_inputs.add(name)
         bias = parameters.get("bias")
-        is_row = parameters["weight"].placement == S(1) and (bias is None or {*bias.reads.values()} == {P})
+        is_row = name in self.products or parameters["weight"].placement == S(1)
+        is_row &= bias is None or {*bias.reads.values()} == {P}
         if not is_row or crossing.target.kind is not LayoutKind.SHARD or crossing.target.parts:
             raise self._no_words(name, crossing)
+        if name in self.products:
+            return self._on_dtensors(name, crossing.source, crossing.target)
         return _call("RowwiseParallel", crossing if crossing.is_conversion else None, self._output(name))
+
+    def _on_dtensors(self, name: str, source: Layout, target: Layout) -> str:
+        output = self._output(name)
+        if output == R_STAR:
+            raise self._no_words(name, self._outputs(name)[0])
+        placed = {attribute: parameter.placement for attribute, parameter in self._owned[name].items()}
+        weights = [f"{attribute}={_word(layout)}" for attribute, layout in placed.items() if layout != R]
+        return f"OnDTensors({', '.join([*map(_word, (source, target, output)), *weights])})"
 
     def _embedding(self, name: str, placement: Layout) -> str:
         (crossing,) = self._single(name, self._inputs(name))

@@ -25,6 +25,10 @@ Counts = tuple[int, ...]
 
 def heads_of_parameters(graph: ModelGraph) -> dict[str, Mapping[int, Counts]]:
     """Parameter name -> dim -> the heads in it; without parameters that have none in any dim."""
+    return graph.once(heads_of_parameters, lambda: _heads_of_parameters(graph))
+
+
+def _heads_of_parameters(graph: ModelGraph) -> dict[str, Mapping[int, Counts]]:
     marks: dict[str, dict[int, Counts]] = {}
     todo = deque[str]()
 

@@ -11,7 +11,7 @@ from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds
 from tpplan.page.bars import Bar
 from tpplan.page.render import rendered
-from tpplan.page.step_drawing import StepDrawing, legend
+from tpplan.page.step_drawing import StepDrawing, colour_of, in_order, legend
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.words import format_count, gib, mfu, tokens_per_s, unit_of
 
@@ -81,9 +81,9 @@ def _drawn(row: Row, slowest_s: float) -> _Drawn:
 def _parts(time_s: Mapping[str, float], whole_s: float) -> Iterator[tuple[str, Bar]]:
     """Yields (colour, bar) of each part side by side, in the order of the legend."""
     starts_at = 0.0
-    for colour, part in legend({part for part, seconds in time_s.items() if seconds}):
+    for part in in_order({part for part, seconds in time_s.items() if seconds}):
         percent = 100.0 * time_s[part] / whole_s if whole_s else 0.0
-        yield colour, Bar(name=part, amount=format_seconds(time_s[part]), percent=percent, starts_at=starts_at)
+        yield colour_of(part), Bar(name=part, amount=format_seconds(time_s[part]), percent=percent, starts_at=starts_at)
         starts_at += percent
 
 

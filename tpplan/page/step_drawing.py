@@ -96,9 +96,16 @@ def step_drawing(timeline: Timeline, plan: Plan) -> StepDrawing:
 
 
 def legend(parts: Set[str]) -> tuple[tuple[str, str], ...]:
-    """(colour, part) of each part, in the order of COLOURS; those it lacks follow by name."""
+    """(colour, its parts) in the order of COLOURS, a colour once."""
+    ordered = in_order(parts)
+    colours = dict.fromkeys(map(colour_of, ordered))
+    return tuple((colour, ", ".join(part for part in ordered if colour_of(part) == colour)) for colour in colours)
+
+
+def in_order(parts: Set[str]) -> tuple[str, ...]:
+    """The parts in the order of COLOURS; those it lacks follow by name."""
     known = [part for part in COLOURS if part in parts]
-    return tuple((colour_of(part), part) for part in (*known, *sorted(parts - {*known})))
+    return (*known, *sorted(parts - {*known}))
 
 
 def colour_of(part: str) -> str:

@@ -133,7 +133,10 @@ def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -
     checked = _checked(original, short, plan, ranks)
     if isinstance(checked, Plan):
         return checked if is_trial else _checked(original, original, checked, ranks[:1])
-    return checked if short.is_faithful else _checked(original, original, plan, ranks)
+    # Whatever the plan: found once for these layers.
+    key = Original.is_faithful, frozenset(fewer.standing.items())
+    is_faithful = original.assignment.graph.once(key, lambda: short.is_faithful)
+    return checked if is_faithful else _checked(original, original, plan, ranks)
 
 
 def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
@@ -237,6 +240,14 @@ def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator
     )
 
 
+def _called_by_name(plan: Plan) -> dict[str, str]:
+    """The modules that a stage reads by their names: the one that is given what is received, and the one whose output
+    is sent."""
+    stage = plan.stage
+    found = {"receives": stage.received, "sends": stage.last} if stage is not None else {}
+    return {name: what for what, name in found.items() if name is not None}
+
+
 def digest_of(plan: Plan) -> PlanDigest:
     """A function that returns all that a plan does inside a module, by names relative to the module."""
     inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
@@ -247,6 +258,7 @@ def digest_of(plan: Plan) -> PlanDigest:
         plan.row_bags(),
         dict.fromkeys(plan.drawing_modules(), True),
         dict.fromkeys(plan.opaque_modules(), True),
+        _called_by_name(plan),
     )
     for kind, table in enumerate(tables):
         for name, entry in table.items():

@@ -197,7 +197,7 @@ def _explore_size(
     per_node = solver.request.cluster.gpus_per_node
     _explore_some(solver, [point for point in own if point.tp <= per_node], known, done, total)
     before = per_node
-    for tp in sorted({point.tp for point in own if point.tp > per_node}):
+    for tp in sorted({point.tp for point in members if point.tp > per_node}):
         if _is_slow(solver, [point for point in members if point.tp == before], known):
             known.too_wide.update(point for point in own if point.tp >= tp and point not in known.solved)
             return

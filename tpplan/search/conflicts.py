@@ -8,7 +8,7 @@ A choice is a decision and all its strategies that look the same to the code tha
 rank, which do not show how a value came to be whole or a slice.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, TpplanError
@@ -24,7 +24,7 @@ from tpplan.layouts.typecheck import Mistyped
 from tpplan.prove.counterexample import Counterexample, local_sizes
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
-from tpplan.solvers.problem import Problem, Resource, linear_term
+from tpplan.solvers.problem import Conflict, Problem, Resource, linear_term
 
 #: most sets of choices that are tried for a counterexample; a set larger than necessary is sound and forbids less
 MOST_TRIALS = 24
@@ -195,6 +195,26 @@ class _Finder:
         return found
 
 
+def nearest(
+    assignment: Assignment,
+    formulation: Formulation,
+    conflicts: tuple[Conflict, ...],
+    is_cut: Callable[[str, Strategy], bool],
+) -> Assignment | None:
+    """The assignment that avoids some conflicts and strategies of decisions that are cut, and otherwise differs in the
+    fewest decisions from another one of the formulation; None where there is none."""
+    space = formulation.space
+    allowed = {
+        name: {i for i, strategy in enumerate(space.strategies[name]) if not is_cut(name, strategy)}
+        for name in space.members
+    }
+
+    def differs(name: str, strategy: Strategy) -> float:
+        return float(strategy != assignment.strategy(name))
+
+    return _cheapest(formulation, allowed, differs, conflicts)
+
+
 def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment | None:
     """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
     none."""
@@ -204,19 +224,32 @@ def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment 
         options = space.strategies[space.classes[name]]
         own = {i for i, strategy in enumerate(options) if strategy in group}
         allowed[space.classes[name]] = allowed.get(space.classes[name], own) & own
-    names = [node.name for node in formulation.priced.nodes()]
+    return _cheapest(formulation, allowed, lambda name, strategy: _sharded(strategy), formulation.conflicts)
+
+
+def _cheapest(
+    formulation: Formulation,
+    allowed: Mapping[str, set[int]],
+    cost: Callable[[str, Strategy], float],
+    conflicts: tuple[Conflict, ...],
+) -> Assignment | None:
+    """The assignment of least cost, the sum over deciding decisions, of `allowed` strategies where a decision has such,
+    that avoids conflicts; None where there is none."""
+    space, nodes = formulation.space, formulation.priced.nodes()
     fixed = tuple(
         linear_term("fixed", name, [float(i not in own) for i in range(len(space.strategies[name]))], 1.0)
         for name, own in allowed.items()
+        if len(own) < len(space.strategies[name])
     )
     problem = Problem(
-        nodes=formulation.priced.nodes(),
+        nodes=nodes,
         edges=formulation.priced.edges(),
         objective=tuple(
-            linear_term("sharded", name, list(map(_sharded, space.strategies[name])), 1.0) for name in names
+            linear_term("cost", node.name, [cost(node.name, own) for own in space.strategies[node.name]], 1.0)
+            for node in nodes
         ),
         resources=(Resource(name="fixed", terms=fixed, limit=0.0),) if fixed else (),
-        conflicts=formulation.conflicts,
+        conflicts=conflicts,
         shared=formulation.priced.shared,
     )
     try:

@@ -1,9 +1,11 @@
 """Puts plans to the proof, and forbids the choices that make a counterexample."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tpplan.core.errors import ModelError
+from torch import nn
+
+from tpplan.core.errors import ModelError, TpplanError, first_line
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
@@ -18,7 +20,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import conflict_of, in_like_blocks
+from tpplan.search.conflicts import conflict_of, in_like_blocks, nearest
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
@@ -68,28 +70,51 @@ def forbid(
     plan: Plan,
 ) -> None:
     """Forbids the choices that together make a counterexample, in all like blocks; after PATIENCE in the code of one
-    class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame."""
+    class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame.
+
+    The assignment nearest to the refuted one is put to the proof too, and so on, while it has a counterexample in the
+    code of a class that had none: each would cost the search a round.
+    """
     tp, cuts = formulation.mesh.tp, solver.cuts
     if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}; plan with --tp 1")
-    logger.info("counterexample on tp %d: %s", tp, found.message)
 
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
         checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, is_trial=True)
         return None if isinstance(checked, Plan) else checked
 
-    together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
-    cuts.note(_refuted(formulation, found.message, together))
-    for choices in together:
-        if len(choices) > 1:
-            cuts.conflicts.setdefault(tp, []).append(choices)
-        for name, group in choices.items() if len(choices) == 1 else ():
-            cuts.cut(formulation.space, name, group)
-    module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
-    code = None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
-    cuts.counterexamples[tp, code] += 1
-    if cuts.counterexamples[tp, code] >= PATIENCE:
-        _forbid_guess(solver, found, assignment, formulation, module, code)
+    is_cut = solver.is_cut(traced.micro_batch, tp)
+    while True:
+        logger.info("counterexample on tp %d: %s", tp, found.message)
+        together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
+        cuts.note(_refuted(formulation, found.message, together))
+        for choices in together:
+            if len(choices) > 1:
+                cuts.conflicts.setdefault(tp, []).append(choices)
+            for name, group in choices.items() if len(choices) == 1 else ():
+                cuts.cut(formulation.space, name, group)
+        module, code = _whose_code(traced, found)
+        cuts.counterexamples[tp, code] += 1
+        if cuts.counterexamples[tp, code] >= PATIENCE:
+            return _forbid_guess(solver, found, assignment, formulation, module, code)
+        near = nearest(assignment, formulation, cuts.conflicts_in(formulation.space), is_cut)
+        again = _checked(check, near)
+        if near is None or again is None or cuts.counterexamples[tp, _whose_code(traced, again)[1]]:
+            return None
+        found, assignment = again, near
+
+
+def _checked(
+    check: Callable[[Assignment], Counterexample | Mistyped | None], near: Assignment | None
+) -> Counterexample | Mistyped | None:
+    """The counterexample of an assignment that sharding is to blame for; None without one, or where the assignment
+    cannot be written as a plan."""
+    try:
+        found = check(near) if near is not None else None
+    except TpplanError as error:
+        logger.info("the nearest assignment is not checked: %s", first_line(error))
+        return None
+    return found if found is not None and found.blamed and culprit_of(found) is None else None
 
 
 def _forbid_guess(
@@ -134,10 +159,13 @@ def _described(space: Space, name: str, group: frozenset[Strategy]) -> str:
     return f"{in_words(space.graph, space.deciders[name])} as {' or '.join(layouts)}"
 
 
-def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
-    """The module whose code ran an op, or called the module that an input enters."""
+def _whose_code(traced: Traced, found: Counterexample | Mistyped) -> tuple[str, type[nn.Module] | None]:
+    """The module whose code ran the op that differs, or called the module that an input enters, and its class; the loss
+    and None where that is no module's."""
+    node = found.node if isinstance(found, Counterexample) else None
     is_call = isinstance(node, Boundary) and node.direction is Direction.INPUT
-    return parent(graph, node.module) if is_call else node.module
+    module = LOSS_SCOPE if node is None else parent(traced.graph, node.module) if is_call else node.module
+    return module, None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
 
 
 def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, Strategy]]:

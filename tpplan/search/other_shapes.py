@@ -14,8 +14,8 @@ compared. Where the applied model then has another graph, all of it is compared.
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from tpplan.core.errors import TpplanError, first_line
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
@@ -123,6 +124,8 @@ class _Search:
     assignment: Assignment
     dims: dict[str, tuple[Dim, ...]]
     reason: str
+    #: by batch: a graph that was not traced, and what the plan implies for it
+    grown: dict[int, tuple[ModelGraph | None, Mapping[str, Strategy] | Mistyped]] = field(default_factory=dict)
 
     @property
     def planned(self) -> tuple[int, int]:
@@ -155,7 +158,7 @@ class _Search:
         for batch, length in sorted(rest, key=lambda pair: pair[0] != batches[0] and BATCH not in first.sharded):
             divides = {BATCH: batch % self.plan.mesh.tp == 0, LENGTH: length % self.plan.mesh.tp == 0}
             if attempt.problem and all(divides[kind] for kind in first.sharded):
-                attempt = self.attempt(batch, length)
+                attempt = self.mistaken(batch, length) or self.attempt(batch, length)
         return attempt
 
     @cached_property
@@ -191,16 +194,33 @@ class _Search:
     def foreseen(self, batch: int, length: int) -> _Attempt | None:
         """The attempt at a batch and a length where it fails at the planned length already, for the batch alone, which
         a graph that is grown from smaller batches shows without a trace; else None."""
-        if batch == self.planned[0]:
-            return None
-        graph = self.traces.foreseen(batch)
-        if graph is None or not isinstance(implied := implied_strategies(graph, self.plan), Mistyped):
+        graph, implied = self.implied(batch)
+        if graph is None or not isinstance(implied, Mistyped):
             return None
         sharded = self.sharded(graph, batch, self.planned[1])
-        if BATCH not in sharded:
+        return self.failed(batch, length, implied.message, sharded) if BATCH in sharded else None
+
+    def mistaken(self, batch: int, length: int) -> _Attempt | None:
+        """The attempt at a batch and a length, which is not the first, where a call may be taken for another one for
+        the batch alone, as `foreseen`; else None."""
+        graph, implied = self.implied(batch)
+        if graph is None or isinstance(implied, Mistyped):
             return None
-        logger.info("at batch %d, by the grown graph: %s", batch, implied.message)
-        problem = f"at batch {batch}, length {self.planned[1]}: {implied.message}"
+        found = self.like_calls(graph, implied, (batch, self.planned[1])).mistakable()
+        return self.failed(batch, length, found) if found else None
+
+    def implied(self, batch: int) -> tuple[ModelGraph | None, Mapping[str, Strategy] | Mistyped]:
+        """The graph at another batch and the planned length as far as it is known without a trace, and what the plan
+        implies for it; found once for a batch. None where no graph is known."""
+        if batch not in self.grown:
+            graph = self.traces.foreseen(batch) if batch != self.planned[0] else None
+            self.grown[batch] = graph, {} if graph is None else implied_strategies(graph, self.plan)
+        return self.grown[batch]
+
+    def failed(self, batch: int, length: int, message: str, sharded: frozenset[str] = frozenset()) -> _Attempt:
+        """The attempt that the grown graph at the planned length shows to fail."""
+        logger.info("at batch %d, by the grown graph: %s", batch, message)
+        problem = f"at batch {batch}, length {self.planned[1]}: {message}"
         return _Attempt(batch=batch, length=length, problem=problem, sharded=sharded)
 
     def attempt(self, batch: int, length: int) -> _Attempt:
@@ -243,7 +263,7 @@ class _Search:
         assignment = assignment_of(fewer.graph(graph), plan, layers=units)
         if isinstance(assignment, Mistyped):
             return assignment.message, False
-        near = self.like_calls(assignment, other)
+        near = self.like_calls(assignment.graph, assignment.strategies, other)
         if mistakable := near.mistakable():
             return mistakable, True
         if near.has_unknown() and (farther := "a size may grow" if fewer.standing else self.mistakable_farther(other)):
@@ -277,7 +297,7 @@ class _Search:
             typed = assignment_of(far, self.plan, layers=self.traced.units)
             if isinstance(typed, Mistyped):
                 problems.append(typed.message)
-            elif found := self.like_calls(typed, farther).mistakable():
+            elif found := self.like_calls(far, typed.strategies, farther).mistakable():
                 return found
         return problems[0] if len(problems) == len(FAR) else ""
 
@@ -292,14 +312,15 @@ class _Search:
         for batch, length in FAR:
             yield far(batch, self.planned[0], other[0]), far(length, self.planned[1], other[1])
 
-    def like_calls(self, assignment: Assignment, other: tuple[int, int]) -> LikeCalls:
-        """The calls at the planned shapes beside those of an assignment's graph, at an `other` batch and length."""
+    def like_calls(self, graph: ModelGraph, strategies: Mapping[str, Strategy], other: tuple[int, int]) -> LikeCalls:
+        """The calls at the planned shapes beside those of the graph at an `other` batch and length, with its
+        strategies."""
         return LikeCalls(
             plan=self.plan,
             planned=self.traced.graph,
-            other=assignment.graph,
+            other=graph,
             planned_strategies=self.assignment.strategies,
-            other_strategies=assignment.strategies,
+            other_strategies=strategies,
             inputs=tuple(pair for pair in zip(self.planned, other, strict=True) if pair[0] != pair[1]),
         )
 

@@ -1,6 +1,7 @@
 """How verbs print. `print_plan` serves `solve` and `show`, so that both print the same."""
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -69,10 +70,13 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A line of text wrapped to the width; an indented line, which is a row of a table, is left as it is."""
+    """A line of text wrapped to the width, below its own text where a name stands before it, two spaces or more apart;
+    an indented line, which is a row of a table, is left as it is."""
     if not line or line.startswith(" "):
         return [line]
-    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    name = re.match(r"\S+(?: \S+)* {2,}", line)
+    below = " " * (len(name[0]) if name else 0)
+    return textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
 
 
 def terminal_width() -> int:

@@ -1,8 +1,9 @@
 """The report of a plan of stages: what a step takes, a line for each stage, and what was not searched."""
 
 from collections.abc import Iterator
+from math import prod
 
-from tpplan.core.units import format_seconds
+from tpplan.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.plan.proof_hash import why_unproven
@@ -17,7 +18,12 @@ def stage_lines(plan: PipelinePlan) -> list[str]:
     rows = [("stage", "layers", "step", "memory", "recomputed", "kept", "sends"), *map(_row, plan.stages)]
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
-    return [*lines, "", "`tpplan show plan.json --stage 0` prints the layouts of a stage."]
+    return [
+        *lines,
+        "",
+        "kept: micro-batches that wait for their backward; sends: bytes of each on every GPU.",
+        "`tpplan show plan.json --stage 0` prints the layouts of a stage.",
+    ]
 
 
 def stage_name(plan: Plan) -> str:
@@ -91,7 +97,8 @@ def _speed(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
-    """The cells of a stage: its number, layers, seconds, memory, recomputed layers, micro-batches kept, bytes sent."""
+    """The cells of a stage: its number, layers, seconds, memory, recomputed layers, micro-batches kept, bytes sent of
+    each."""
     stage = plan.stage
     assert stage is not None
     return (
@@ -104,7 +111,7 @@ def _row(plan: Plan) -> tuple[str, ...]:
         gib(plan.predicted.held_bytes),
         ", ".join(_recomputed(plan)) or "none",
         str(stage.in_flight),
-        ", ".join(f"{one.dtype}{list(one.shape)}" for one in stage.sends) or "-",
+        format_bytes(sum(prod(one.shape) * DTYPE_BYTES[one.dtype] for one in stage.sends)) if stage.sends else "-",
     )
 
 

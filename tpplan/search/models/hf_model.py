@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.gc_pause import imported_for_good
 from tpplan.core.strict_json import read_json
 from tpplan.search.models.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX, TRUST_FLAG, ModelSpec
 
@@ -51,6 +52,7 @@ def check_there(path: Path) -> None:
         )
 
 
+@imported_for_good()
 def load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
     """A Hugging Face model from a local config.json, with random weights in float32.
 
