@@ -13,7 +13,7 @@ from stage_models import (
     Stack,
     loss,
 )
-from stage_runs import given, solved
+from stage_runs import FAR, MACHINE, given, solved
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,14 +66,17 @@ def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int],
     return ran, sent, float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
-    plan = solved(Stack, stages=2, gpus=2, virtual=virtual)
+@pytest.mark.parametrize(("virtual", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int, tp: int) -> None:
+    """On two tensor-parallel ranks each sends slices."""
+    machine = MACHINE if tp == 1 else FAR
+    plan = solved(Stack, stages=2, gpus=2 * tp, gpus_per_node=tp, virtual=virtual, tp=tp, machine=machine)
+    assert {one.sliced for own in plan.stages if own.stage for one in own.stage.sends} == {None if tp == 1 else 1}
     steps = plan.batch.accumulation_steps
     every = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)
-    for rank, (ran, sent, peak) in enumerate(run_ranks(2, traffic, plan, timeout_s=120)):
-        assert [tuple(action) for action in every[rank]] == ran
-        plans, tp = plan.stages_of(rank), plan.stages[0].mesh.tp
+    for rank, (ran, sent, peak) in enumerate(run_ranks(2 * tp, traffic, plan, timeout_s=120)):
+        assert [tuple(action) for action in every[rank // tp]] == ran
+        plans = plan.stages_of(rank)
         stages = [own.stage for own in plans if own.stage is not None]
         assert sum(sent) == steps * sum(num_bytes((*stage.sends, *stage.receives), tp) for stage in stages)
         assert len(sent) == steps * sum(len(stage.sends) + len(stage.receives) for stage in stages)

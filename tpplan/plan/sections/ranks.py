@@ -76,6 +76,10 @@ class TensorPlan:
     dtype: str
     sliced: Size | None = None
 
+    def __str__(self) -> str:
+        slices = f" in slices of dim {self.sliced}" if self.sliced is not None else ""
+        return f"{self.dtype}{list(self.shape)}{slices}"
+
     @property
     def layout(self) -> Layout:
         """The layout in which the tensor crosses."""
@@ -114,6 +118,19 @@ class StagePlan:
         """The stage without what a rank holds, and of whole tensors: what it runs."""
         stage = self.with_slices(None)
         return replace(stage, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
+
+    def why_not_sliced(self, tp: int) -> str:
+        """Why `tp` ranks cannot send slices as the stage says; "" where they can, or send all whole."""
+        for one in self.sends:
+            if one.sliced is None:
+                continue
+            if len(self.sends) > 1:
+                return f"slices of one of {len(self.sends)} tensors: a stage that sends one alone may send slices of it"
+            if one.sliced >= len(one.shape):
+                return f"slices of dim {one.sliced} of {list(one.shape)}: expected 0 to {len(one.shape) - 1}"
+            if one.shape[one.sliced] % tp:
+                return f"dim {one.sliced} of {list(one.shape)} does not divide among {tp} tensor-parallel ranks"
+        return ""
 
     def with_slices(self, dim: int | None) -> "StagePlan":
         """The stage in which all that is received and sent crosses as slices of a dim, or whole."""
