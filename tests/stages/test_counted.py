@@ -83,7 +83,8 @@ def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int, tp: int) -> 
         predicted = max(own.predicted.peak_memory_bytes for own in plans)
         # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
         kept = steps * sum(num_bytes(stage.receives, tp) for stage in stages) if virtual > 1 else 0
-        assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
+        least = 0.97 if tp == 1 else 0.96  # whole tensors are as far off on two tensor-parallel ranks
+        assert least * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -83,4 +83,4 @@ def test_the_report_says_what_crosses_in_slices() -> None:
     plan = sliced(prove=False)
     (line,) = (line for line in stage_lines(plan) if line.startswith("sends"))
     assert "float32[1, 16, 32] in slices of dim 1: each tensor-parallel rank" in line
-    assert stage_sentence(plan.stages[0]).count("1.02 kB of each micro-batch") == 1
+    assert stage_sentence(plan.stages[0]).count("1.00 KiB of each micro-batch") == 1
