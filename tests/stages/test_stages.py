@@ -65,6 +65,16 @@ def test_the_layer_that_sends_is_compared_where_like_ones_are_left_out() -> None
     assert not any(map(why_unproven, plan.stages))
 
 
+@pytest.mark.parametrize(
+    "options", [{"stages": 6, "gpus": 6}, {"stages": 3, "gpus": 6, "virtual": 2, "tp": 2}], ids=str
+)
+def test_more_stages_than_layers(options: dict[str, Any]) -> None:
+    """The embedding and the head are stages of their own."""
+    plan = solved(Stack, **options)
+    assert [own.layers() for own in (plan.stages[0], plan.stages[-1])] == [("",), ("",)]
+    assert_as_one_process(Stack, plan)
+
+
 def test_images() -> None:
     """A class token and positions that the root holds are read by the first stage alone."""
     plan = solved(Vision, stages=2, gpus=2)

@@ -22,7 +22,7 @@ from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference, written_buffers
-from tpplan.stages.cuts import Cut, cuts_of, stages_of
+from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class StageSolver:
         return TraceCache(self.request.subject, self.reuse).really_traced(micro_batch)
 
     def cuts(self, micro_batch: int, shape: PipelineShape) -> list[Cut]:
-        """The cuts after each layer but the last. Raises UsageError where too few are possible."""
+        """The cuts after each layer but the last; where there are more stages than layers, also those before the first
+        layer and after the last. Raises UsageError where too few are possible."""
         traced = self.whole(micro_batch)
         if traced.graph.loss is None:
             raise UsageError(
@@ -86,6 +87,9 @@ class StageSolver:
             self._cuts[micro_batch] = cuts_of(traced.graph, traced.units)
         every = self._cuts[micro_batch]
         possible = [cut for cut in every if not cut.why_not]
+        if len(every) < shape.count - 1:
+            first, last = end_cuts_of(traced.graph, traced.units)
+            possible = [*first, *possible, *last]
         if len(possible) < shape.count - 1:
             reasons = dict.fromkeys(f"after {cut.unit}: {cut.why_not}" for cut in every if cut.why_not)
             shown = "; ".join(list(reasons)[:3]) or f"it has {len(every) + 1 if every else 'no'} repeated layers"
