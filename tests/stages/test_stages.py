@@ -75,6 +75,22 @@ def test_more_stages_than_layers(options: dict[str, Any]) -> None:
     assert_as_one_process(Stack, plan)
 
 
+def test_stages_of_a_rank_recompute_as_much_as_its_memory_asks_for() -> None:
+    """Of two like stages of a rank one keeps what the other makes again."""
+    shape = {"stages": 2, "gpus": 2, "virtual": 4, "batch": 8}
+    ends = [solved(Deep, **shape, recompute=mode, prove=False) for mode in ("none", "full")]  # type: ignore[arg-type]
+    most, least = (max(own.predicted.peak_memory_bytes for own in plan.stages) for plan in ends)
+    plan = solved(Deep, **shape, recompute=None, memory_limit_bytes=(most + least) / 2)  # type: ignore[arg-type]
+    assert all(own.predicted.held_bytes <= (most + least) / 2 for own in plan.stages)
+    for rank in range(2):
+        modes = [bool(own.recomputed_modules()) for own in plan.stages[rank::2]]
+        assert True in modes
+        assert False in modes
+    fast, slow = (end.predicted.step_time_s for end in ends)
+    assert fast < plan.predicted.step_time_s < slow
+    assert_as_one_process(Deep, plan)
+
+
 def test_images() -> None:
     """A class token and positions that the root holds are read by the first stage alone."""
     plan = solved(Vision, stages=2, gpus=2)
