@@ -189,7 +189,7 @@ class Keeps(InConfig):
 @pytest.mark.parametrize("attention", [Counts, CountsElsewhere, Keeps])
 def test_what_a_forward_changes_or_keeps_has_no_sizes(attention: type[Attention]) -> None:
     plan = by_heads(lambda: Sharing(attention), 2)
-    assert not calls_of(plan)
+    assert not {call for call in calls_of(plan) if call.startswith("self.")}
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Batches and lengths that a plan was not made for: as in one process, or an error on every rank of the group."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import tpplan
 from tpplan.core.errors import PlanError, PlanMismatchError, VerificationError
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.layouts.rules import Strategy
-from tpplan.plan.plan import Multiples, Plan, ProofStatus
+from tpplan.plan.plan import SHAPE, Multiples, Plan, ProofStatus
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
 
 DIM, HIDDEN, HEADS, TEXTS, SEQ, ROWS = 32, 64, 4, 4, 8, 24
@@ -218,6 +219,34 @@ class SpreadByZeros(Spread):
         return torch.zeros(row.shape[0], size, row.shape[1], device=row.device) + row[:, None]
 
 
+def parted(heads: int) -> Callable[[Tensor], Tensor]:
+    """Takes [B, T, D] apart into [B, T, H, D / H]; the number of heads stands nowhere else."""
+    return lambda x: x.view(x.shape[0], x.shape[1], heads, x.shape[-1] // heads)
+
+
+class Asking(Base):
+    """Computes with the width that it asks for, and divides by a length that it asks of a tensor in which it stands
+    where the heads do in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.parted = parted(HEADS)
+
+    def before(self, x: Tensor) -> Tensor:
+        q, k, v = (self.parted(of(x)) for of in (self.q, self.k, self.v))
+        q, k, v = (one.transpose(1, 2) for one in (q / q.shape[1], k, v))
+        attended = ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
+        return x + attended.reshape(x.shape[0], x.shape[1], attended.shape[2] * attended.shape[3])
+
+
+class AskingOfEveryThird(Asking):
+    """The length that it asks for is no length of an input."""
+
+    def before(self, x: Tensor) -> Tensor:
+        return super().before(x[:, ::3] + 0)
+
+
 def inputs(batch: int, length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(batch * 100 + length)
     return {"x": torch.randn(batch, length, DIM, generator=generator)}
@@ -238,7 +267,7 @@ def solve(model: Callable[[], nn.Module], **options: object) -> Plan:
 
 
 Found = tuple[float, dict[str, Tensor]] | str
-SHAPES = ((TEXTS, SEQ), (TEXTS, 4), (TEXTS, 16), (TEXTS, 6), (2, SEQ), (6, 10), (TEXTS, 7), (3, 4))
+SHAPES = ((TEXTS, SEQ), (TEXTS, 4), (TEXTS, 16), (TEXTS, 6), (2, SEQ), (6, 10), (TEXTS, 7), (3, 4), (TEXTS, 2))
 
 
 def steps(model: Callable[[], nn.Module], plan: Plan | None, **options: object) -> list[Found]:
@@ -340,6 +369,25 @@ def test_a_length_inside_the_model_that_looks_like_the_heads_is_refused(model: t
     at = SHAPES.index((6, AS_MANY))
     assert not isinstance(expected[at], str)
     assert all(isinstance(found[at], str) for found in ranks)
+
+
+@pytest.mark.parametrize(("model", "length"), [(Asking, HEADS // 2), (AskingOfEveryThird, 6)])
+def test_a_length_that_looks_like_what_code_is_told_is_refused(model: type[nn.Module], length: int) -> None:
+    """It is as many as a rank's heads, in whose place it stands."""
+    plan = solve(model, allows=divided_heads)
+    assert (4, 1, HEADS, HEADS // 2) in {
+        (own.count, own.position, own.written, own.local) for own in plan.size_plans()[""] if own.call == SHAPE
+    }
+    assert plan.proof.other_shapes is not None
+    assert plan.proof.other_shapes.batch.multiple is not None
+    reason = plan.proof.other_shapes.length.reason or ""
+    assert ("look alike" in reason) == (model is AskingOfEveryThird)
+    expected, ranks = steps(model, None), run_ranks(2, steps, model, plan)
+    assert assert_right_or_refused(expected, ranks) >= 1
+    at = SHAPES.index((TEXTS, length))
+    assert all(isinstance(found[at], str) for found in ranks)
+    for unchecked in run_ranks(2, functools.partial(steps, check=False), model, plan):
+        assert unchecked[at][0] != pytest.approx(expected[at][0], rel=1e-3)  # what the refusal is for
 
 
 def test_a_check_may_warn_or_be_left_out() -> None:

@@ -15,8 +15,8 @@ import pytest
 from test_report import make_plan
 
 from tpplan.commands import main
-from tpplan.commands.solve import num_bytes, optimizer
 from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.values import num_bytes, optimizer
 from tpplan.core.errors import ModelError, TpplanError, UsageError
 from tpplan.plan.plan import Plan
 from tpplan.search.models.model_spec import UserCodeError

@@ -27,7 +27,7 @@ from tpplan.core.mesh import Mesh
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plans
 from tpplan.layouts.rules import Strategy
-from tpplan.plan.plan import Plan, ProofStatus, SizePlan
+from tpplan.plan.plan import SHAPE, Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
@@ -462,10 +462,12 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("module", [Positions, Scaled])
 def test_numbers_read_off_a_sharded_shape_are_found(module: type[nn.Module]) -> None:
-    """A width read as a number is cut away; positions made whole cannot meet slices of a sequence at all."""
+    """A width read as a number is told as in one process; positions made whole cannot meet slices of a sequence."""
     plan = solve(lambda: Model(module()))
     assert plan.proof.status is ProofStatus.PROVEN
-    assert bool(plan.proof.cuts) == (module is Scaled)
+    assert not plan.proof.cuts
+    told = {(size.position, size.written, size.local) for size in plan.sizes.get("first", ()) if size.call == SHAPE}
+    assert told == ({(2, HIDDEN, HIDDEN // 2)} if module is Scaled else set())
     assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
     equals_one_process(lambda: Model(module()), plan)
 

@@ -174,8 +174,7 @@ def test_the_peak_is_the_tracked_one(way: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("way", ["zero2", "zero3", "2d"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize(("precision", "micro_batches"), [("bf16-mixed", 3), ("fp32", 2)])
 def test_whole_gradients_and_buffers_are_tracked_where_parameters_are_the_most(
     way: str, precision: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,17 +36,13 @@ from tpplan.plan.report.stages import stage_lines
 @pytest.mark.parametrize(
     ("stages", "gpus", "options"),
     [
-        (2, 2, {}),
         (2, 2, {"virtual": 2}),
-        (2, 4, {"virtual": 2, "tp": 2}),
-        (2, 4, {"virtual": 2, "fsdp": 2, "tp": 1}),
         (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "recompute": "full"}),
         (4, 4, {"recompute": "full"}),
         (3, 3, {}),
         (2, 4, {"tp": 2}),
         (2, 4, {"fsdp": 2, "tp": 1}),
         (2, 4, {"fsdp": 1, "tp": 1}),
-        (2, 8, {"fsdp": 2, "tp": 2}),
         (2, 8, {"fsdp": 2, "tp": 2, "whole_gradients": True, "recompute": "full"}),
         (2, 8, {"virtual": 2, "fsdp": 2, "tp": 1, "whole_gradients": True}),
         (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "fsdp_over_tp": True}),
@@ -98,7 +94,13 @@ def test_images() -> None:
     assert_as_one_process(Vision, plan)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPTNeoX", "Olmo2", "Phi3", "StableLm", "Starcoder2"])
+#: whose layers are written as one of the others'
+LONG = ("Mistral", "Olmo2", "StableLm", "Starcoder2")
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Qwen3", "GPTNeoX", "Phi3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+)
 def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     build = hugging_face(name)

@@ -43,7 +43,7 @@ from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
-from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
+from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, why_not_compiled
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
 from tpplan.apply.pipeline import STAGES, check_stages, run_in_stages
@@ -304,10 +304,10 @@ def _recompute_planned(model: nn.Module, plan: Plan) -> None:
 
 def _compile_layers(model: nn.Module, plan: Plan) -> None:
     for name, sizes in plan.size_plans().items():
-        if inside := next((size.call for size in sizes if is_inside_an_attribute(size)), None):
+        if reason := next(filter(None, map(why_not_compiled, sizes)), ""):
             raise UsageError(
-                f"module {name or ROOT} reads {inside} as a rank's size from a copy of the attribute, and "
-                "torch.compile cannot follow that: apply the plan without compile=True"
+                f"module {name or ROOT} {reason}, and torch.compile cannot follow that: apply the plan without "
+                "compile=True"
             )
     outermost = outermost_by_name(model)
     for name in plan.layers():

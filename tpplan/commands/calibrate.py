@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import check_output, count
+from tpplan.commands.solve import check_output
 from tpplan.commands.terminal.output import aligned, print_answer, wrote
+from tpplan.commands.terminal.values import count
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.commands.try_plans import calibration_lines, chosen_lines, profile_of, write_calibrated
 from tpplan.core.units import format_seconds

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import count
 from tpplan.commands.terminal.comparison import mesh_cell, part_rows, signed, times
 from tpplan.commands.terminal.output import aligned, print_answer, terminal_width
 from tpplan.commands.terminal.pins import add_pins, pins_of
+from tpplan.commands.terminal.values import count
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, ProfileError, UsageError
 from tpplan.core.escapes import escaped_data

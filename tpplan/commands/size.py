@@ -11,19 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import (
-    STAGE_COLUMNS,
-    add_training,
-    check_output,
-    count,
-    gpu_count,
-    num_bytes,
-    training_options,
-)
+from tpplan.commands.solve import STAGE_COLUMNS, add_training, check_output, training_options
 from tpplan.commands.terminal.comparison import batch_cell, mesh_cell
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.values import count, gpu_count, num_bytes
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.core.files import write_atomically

@@ -1,7 +1,6 @@
 """`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the fastest plan, as predicted, that fits."""
 
 import argparse
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,15 +11,14 @@ from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
 from tpplan.commands.terminal.output import print_any, print_lines, print_plan, write, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
+from tpplan.commands.terminal.values import count, count_or_auto, gpu_count, imbalance, num_bytes, optimizer, seconds
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import unwritable
-from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
-from tpplan.core.strict_json import MOST
-from tpplan.core.units import GIB, KIB, MIB
+from tpplan.core.mesh import meshes
 from tpplan.machine.lint import why_invalid
 from tpplan.machine.profile import HardwareProfile, load_profile
-from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
+from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
 from tpplan.search.models.model_spec import ModelSpec
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 
 #: columns of the longest name of a stage of planning
 STAGE_COLUMNS = 6
-#: digits of a number on the command line that are parsed; a longer one is too large anyway
-_MOST_DIGITS = 100
-_SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _EPILOG = """\
 model.py defines build_model() and example_inputs(batch, seq_len), or example_inputs(batch) where samples have no
@@ -343,64 +338,3 @@ def _check_degrees(args: argparse.Namespace) -> None:
         )
     if args.micro_batch != "auto" and args.global_batch % args.micro_batch:
         raise UsageError(f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}")
-
-
-# Values of options
-
-
-def imbalance(text: str) -> float:
-    """A number from 1 to 1000."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number <= 1000:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, the even routing, to 1000, got {text!r:.80}")
-    return number
-
-
-def count(text: str) -> int:
-    """A whole number from 1 to MAX_COUNT."""
-    if not text.isdecimal() or (number := int(text[:_MOST_DIGITS])) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r:.80}")
-    if number > MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_COUNT}, got {text!r:.80}")
-    return number
-
-
-def gpu_count(text: str) -> int:
-    """A whole number from 1 to MAX_GPUS."""
-    if count(text) > MAX_GPUS:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_GPUS} GPUs, got {text!r:.80}")
-    return count(text)
-
-
-def count_or_auto(text: str) -> int | str:
-    """A whole number from 1, or auto."""
-    return text if text == "auto" else count(text)
-
-
-def optimizer(text: str) -> str:
-    """The name of a known optimizer. Raises argparse.ArgumentTypeError for another."""
-    try:
-        optimizer_named(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
-def seconds(text: str) -> float:
-    """A number of seconds above 0."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or not 0 < float(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"expected seconds greater than 0, got {text!r:.80}")
-    return float(text)
-
-
-def num_bytes(text: str) -> float:
-    """Bytes of a size with its unit, such as 70GiB, 80 GB or 512MiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
-    units = {unit.lower(): size for unit, size in _SIZE_UNITS.items()}
-    if match is None or match[2].lower() not in units or not 0 < float(match[1]) <= MOST:
-        shown = ", ".join(_SIZE_UNITS)
-        raise argparse.ArgumentTypeError(f"expected a size with its unit ({shown}) such as 70GiB, got {text!r:.80}")
-    return float(match[1]) * units[match[2].lower()]

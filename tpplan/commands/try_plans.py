@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import check_output, count
+from tpplan.commands.solve import check_output
 from tpplan.commands.terminal.output import aligned, print_answer, write, wrote
 from tpplan.commands.terminal.ranks import is_first_rank, own_device
+from tpplan.commands.terminal.values import count
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import TpplanError, UsageError
 from tpplan.core.units import format_seconds

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import STAGE_COLUMNS, check_output, count, seconds
+from tpplan.commands.solve import STAGE_COLUMNS, check_output
 from tpplan.commands.terminal.output import print_lines, write_json, wrote
 from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.values import count, seconds
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import UsageError, VerificationError
 

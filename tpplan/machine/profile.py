@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -55,7 +56,7 @@ __all__ = ["AttentionSizes", "Collective", "Estimate", "HardwareProfile", "load_
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """A machine's memory, kernels and network. Its fields are the keys of its JSON file.
 
@@ -115,7 +116,7 @@ class HardwareProfile:
         """The text of the profile's file: one line for each number and each array of numbers."""
         return _lines(self.to_dict(), "") + "\n"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 of the content, independent of the file's format."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()

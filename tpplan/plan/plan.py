@@ -31,6 +31,7 @@ from tpplan.plan.sections.provenance import (
 from tpplan.plan.sections.ranks import BatchPlan, ClusterPlan, ExpertCall, ExpertsPlan, MeshPlan, StagePlan
 from tpplan.plan.sections.sharding import (
     ATTRIBUTE,
+    SHAPE,
     BoundaryPlan,
     BufferPlan,
     CrossingPlan,
@@ -44,6 +45,7 @@ from tpplan.plan.sections.sharding import (
 __all__ = [
     "ATTRIBUTE",
     "SCHEMA_VERSION",
+    "SHAPE",
     "BatchPlan",
     "BoundaryPlan",
     "BufferPlan",

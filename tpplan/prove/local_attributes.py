@@ -4,17 +4,22 @@ Replacing numbers in calls is not enough where code computes with them: in `x.vi
 self.heads)` of a slice the last size is wrong too. Then the attribute itself is replaced. Which attributes are sizes is
 guessed from their values, and the proof tells whether the guess was right. They may stand inside an attribute
 (`self.config.heads`, `self.axes[0][1]`), whose other integers are none.
+
+Where no attribute will do, the code may have the size elsewhere, in a closure or from a tensor's own shape, and compute
+with it or take another path for it. Then it is told the shapes of one process where it asks
+(tpplan.prove.whole_shapes).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, Op
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import takes_sizes
-from tpplan.plan.plan import ATTRIBUTE, SizePlan
+from tpplan.plan.plan import ATTRIBUTE, SHAPE, SizePlan
 from tpplan.prove.counterexample import Counterexample
+from tpplan.prove.whole_shapes import whole_shapes
 from tpplan.trace.hooks.nested_integers import integers_within, path_text
 
 #: steps inside an attribute at which sizes are looked for
@@ -25,11 +30,18 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 Written = dict[str, tuple[SizePlan, ...]]
 
 
-def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counterexample, written: Written) -> Written:
-    """The sizes `written` so far, with attributes in place of all else for modules of the class whose code differs.
+def with_attributes_of(
+    assignment: Assignment,
+    model: nn.Module,
+    problem: Counterexample,
+    written: Written,
+    growing: Container[tuple[str, int]] | None,
+) -> Written:
+    """The sizes `written` so far, with attributes, or shapes that are told, in place of all else for modules of the
+    class whose code differs.
 
-    The attributes are the next choice of _choices after those that `written` has; `written` is returned as it is where
-    no choice is left.
+    They are the next choice of _choices after those that `written` has; `written` is returned as it is where no choice
+    is left. `growing` has the dims that grow with batch or length, if these are known.
     """
     node = problem.node
     if node is None or node.module == LOSS_SCOPE:
@@ -38,27 +50,34 @@ def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counte
     cls = type(model.get_submodule(node.module))
     found = dict(written)
     for name in (name for name in names if type(model.get_submodule(name)) is cls):
-        known = frozenset(size for size in written.get(name, ()) if size.call.startswith(ATTRIBUTE))
-        chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name))
+        known = frozenset(s for s in written.get(name, ()) if s.call.startswith(ATTRIBUTE) or s.call == SHAPE)
+        chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name, growing))
         if chosen != known:
-            found[name] = tuple(sorted(chosen, key=lambda size: size.call))
+            found[name] = tuple(sorted(chosen, key=lambda size: (size.call, size.count, size.position, size.local)))
     return found
 
 
-def _choices(assignment: Assignment, module: nn.Module, name: str) -> Iterator[frozenset[SizePlan]]:
-    """Yields the sets of attributes to try, in this order: those that are sizes of dims that views make; those of any
-    dim; those of views with integers inside attributes, ever deeper; those of one size that views make."""
+def _choices(
+    assignment: Assignment, module: nn.Module, name: str, growing: Container[tuple[str, int]] | None
+) -> Iterator[frozenset[SizePlan]]:
+    """Yields the sets of sizes to try, in this order: attributes that are sizes of dims that views make; those of any
+    dim; those of views with integers inside attributes, ever deeper; those of one size that views make; shapes."""
     of_views, of_all = (frozenset(_sharded_sizes(assignment, name, all_dims)) for all_dims in (False, True))
     for sizes, depth in ((of_views, 0), (of_all, 0), *((of_views, depth) for depth in range(1, MOST_DEEP + 1))):
         yield frozenset(_attributes(module, sizes, depth, assignment.tp))
     for size in sorted(of_views):
         yield frozenset(_attributes(module, frozenset({size}), 0, assignment.tp))
+    if growing is not None:
+        yield frozenset(whole_shapes(assignment, name, growing))
 
 
 def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:
     """The choice after `known` among the different ones that are not empty: the first where `known` is none of them,
     `known` itself where it is the last."""
-    different = [*dict.fromkeys(choice for choice in choices if choice)]
+    nonempty = filter(None, choices)
+    if not known:
+        return next(nonempty, known)
+    different = [*dict.fromkeys(nonempty)]
     place = different.index(known) + 1 if known in different else 0
     return different[place] if place < len(different) else known
 

@@ -48,10 +48,16 @@ def _callers(graph: ModelGraph) -> Mapping[str, str]:
     return found
 
 
+def seen_in(module: str, node: Op | Boundary, strategy: Strategy) -> Iterator[tuple[str, Layout]]:
+    """Yields the values that a node of given_nodes(module), under a strategy, shows the module's code, each with its
+    layout there."""
+    leaves = isinstance(node, Boundary) and (node.module, node.direction) == (module, Direction.OUTPUT)
+    if not leaves:
+        yield from zip(node.results, strategy.results, strict=True)
+    if leaves or isinstance(node, Op):
+        yield from zip(node.operands, strategy.operands, strict=True)
+
+
 def shards_in(module: str, node: Op | Boundary, strategy: Strategy) -> bool:
     """True where a node of given_nodes(module), under a strategy, shows the module's code a slice."""
-    sides: tuple[tuple[Layout, ...], ...] = (strategy.operands, strategy.results)
-    if isinstance(node, Boundary):
-        is_inside = (node.module == module) == (node.direction is Direction.INPUT)
-        sides = (strategy.results,) if is_inside or node.module != module else (strategy.operands,)
-    return any(layout.dim is not None for side in sides for layout in side)
+    return any(layout.dim is not None for _, layout in seen_in(module, node, strategy))

@@ -8,13 +8,13 @@ that it has.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
-(tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes), and
-the result is compared again. The rules themselves are validated by brute force; the other half of the proof is
-tpplan.layouts.typecheck.
+(tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes); else
+code that asks for shapes is told those of one process (tpplan.prove.whole_shapes). Then the result is compared again.
+The rules themselves are validated by brute force; the other half of the proof is tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -48,7 +48,9 @@ from tpplan.trace.whole.opaque import Opaques
 @dataclass(frozen=True, kw_only=True)
 class Original:
     """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
-    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both."""
+    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both; `growing`
+    has the dims, as (value, dim), that grow with batch or length; None where they are not known: code is told no shapes
+    then."""
 
     model: nn.Module
     inputs: Inputs
@@ -57,6 +59,7 @@ class Original:
     cast: BoundaryHook
     opaques: Opaques = field(default_factory=Opaques)
     fewer: FewerLayers = field(default_factory=FewerLayers)
+    growing: Container[tuple[str, int]] | None = None
 
     @cached_property
     def nodes(self) -> LocalNodes:
@@ -159,7 +162,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if more == written:
                 more = _with_quotients(assignment, model, found, written)
             if more == written:
-                more = with_attributes_of(assignment, model, found, written)
+                more = with_attributes_of(assignment, model, found, written, original.growing)
             if more == written:
                 return max(differences, key=original.place_of)
             written = more

@@ -21,6 +21,7 @@ from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
 from tpplan.search.conflicts import conflict_of, in_like_blocks, nearest
+from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
@@ -40,8 +41,9 @@ def put_to_proof(
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
     of choices need not compare all layers."""
     subject = solver.request.subject
+    original = traced.original(assignment, subject, GrowingDims(solver.traces, traced))
     with subject.planning():
-        checked = check_structure(traced.original(assignment, subject), plan, is_trial=is_trial)
+        checked = check_structure(original, plan, is_trial=is_trial)
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, assignment) or checked

@@ -10,6 +10,8 @@ farther away. Some of these cannot be mistaken at runtime: a batch or length of 
 inputs, and the tensor's own size in that place, which ranks refuse where they are such a number
 (tpplan.apply.modules.input_shapes, local_sizes), and a size that cannot be the number where the tensor has the dims
 that the plan knows.
+
+So may a dim that grows become the size of which code is told that of one process (tpplan.prove.whole_shapes).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,11 +20,12 @@ from dataclasses import dataclass
 from tpplan.apply.modules.input_shapes import stands_for_any_size
 from tpplan.apply.modules.local_sizes import dim_of
 from tpplan.core.graph import ModelGraph, Op
-from tpplan.core.layout import local_shape
+from tpplan.core.layout import Layout, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.rules import Call, Strategy, num_sizes, size_literals
 from tpplan.layouts.rules.size_literals import CALLS
-from tpplan.plan.plan import Plan, SizePlan
+from tpplan.plan.plan import SHAPE, Plan, SizePlan
+from tpplan.prove.whole_shapes import values_seen
 
 #: a size at the planned shapes, and at the others
 Sizes = tuple[int, int]
@@ -42,11 +45,46 @@ class LikeCalls:
 
     def mistakable(self) -> str:
         """The first call that may be taken for another one, in words; "" without one."""
-        return next((_words(op, size) for op, size, grows in self._alike() if grows), "")
+        words = (_words(op, size) for op, size, grows in self._alike() if grows)
+        return next(words, next((_told_words(module, size) for module, size, grows in self._told() if grows), ""))
 
     def has_unknown(self) -> bool:
-        """True where a call of another number looks alike and has not grown from the planned shapes to the others."""
-        return any(not grows for _, _, grows in self._alike())
+        """True where a call of another number, or another tensor that code may ask for its shape, looks alike and has
+        not grown from the planned shapes to the others."""
+        return any(not grows for _, _, grows in (*self._alike(), *self._told()))
+
+    def _told(self) -> Iterator[tuple[str, SizePlan, bool]]:
+        """Yields (module, size of which its code is told another, whether it grows) for other values that the code
+        sees, which may have that size at another batch or length, and are not told apart at runtime."""
+        for module, sizes in self.plan.size_plans().items():
+            told = [size for size in sizes if size.call == SHAPE]
+            seen = tuple(self._seen(module)) if told else ()
+            for size in told:
+                dims = {own[size.position] for own in seen if len(own) == size.count}
+                yield from ((module, size, here != there) for here, there in dims if self._may_be(here, there, size))
+
+    def _may_be(self, here: int | None, there: int, size: SizePlan) -> bool:
+        """True for a dim of these sizes that may become the size of which code is told another, with no refusal."""
+        if here is None:
+            return True  # other code runs at the planned shapes
+        scaled = {(here * times, there * times) for times in (1, self.plan.mesh.tp)}
+        return here != size.local and scaled.isdisjoint(self.inputs)
+
+    def _seen(self, module: str) -> Iterator[tuple[tuple[int | None, int], ...]]:
+        """Yields the local dims of each value that a module's code sees: at the planned shapes, None where the code
+        does not see it there, and at the others."""
+        here = self._local_shapes(self.planned, self.planned_strategies, module)
+        for place, shape in self._local_shapes(self.other, self.other_strategies, module).items():
+            known = here.get(place, ())
+            sizes: tuple[int | None, ...] = known if len(known) == len(shape) else (None,) * len(shape)
+            yield tuple(zip(sizes, shape, strict=True))
+
+    def _local_shapes(
+        self, graph: ModelGraph, strategies: Mapping[str, Strategy], module: str
+    ) -> dict[tuple[str, Layout], tuple[int, ...]]:
+        """The local shape of each value that a module's code sees, by its name and its layout there."""
+        seen = values_seen(graph, strategies, module)
+        return {own: local_shape(graph.values[own[0]].shape, own[1], self.plan.mesh.tp) for own in seen}
 
     def _alike(self) -> Iterator[tuple[Op, SizePlan, bool]]:
         """Yields calls that look like the one of a planned number but for the number in its place, and are not told
@@ -107,4 +145,13 @@ def _words(op: Op, size: SizePlan) -> str:
     return (
         f"{op.module or ROOT} gives {size.written} in {size.call}, which is {size.local} on a rank, and a size that "
         f"grows with the inputs in another {size.call}: where that is {size.written}, the two look alike"
+    )
+
+
+def _told_words(module: str, size: SizePlan) -> str:
+    """Why a planned size that the code of a module is told may be mistaken."""
+    return (
+        f"the code of {module or ROOT} is told {size.written} of a tensor of {size.count} dims whose dim "
+        f"{size.position} is {size.local}, and has another tensor where that dim grows with the inputs: where it is "
+        f"{size.local}, the two look alike"
     )

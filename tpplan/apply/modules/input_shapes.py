@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpplan.apply.modules.local_sizes import dim_of
 from tpplan.core.errors import PlanMismatchError, UsageError
-from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
+from tpplan.plan.plan import SHAPE, OtherShapes, Plan, ProofStatus, SizePlan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.trace.forward_arguments import positional_names, tensors_by_path
@@ -114,8 +114,8 @@ class _Shapes:
             if one.multiple is None:
                 return one.reason or f"the plan is proven for no other {dim.grows_with}"
             multiple *= one.multiple
-        if call := self.looks_like.get(count):
-            return f"a {dim.grows_with} of {count} looks like a number that the plan replaces in {call}"
+        if where := self.looks_like.get(count):
+            return f"a {dim.grows_with} of {count} looks like a number that the plan replaces in {where}"
         if count % multiple:
             what = "batch times length" if dim.grows_with == BOTH else dim.grows_with
             return f"a {what} of {count} is no multiple of {multiple}, and the plan is proven for multiples only"
@@ -123,11 +123,13 @@ class _Shapes:
 
 
 def _sizes_that_look_like_a_number(plan: Plan) -> dict[int, str]:
-    """The batches and lengths, whole or as a rank's share, that code cannot give in a call without their being taken
-    for a number that the plan replaces there (heads, in a view of scores), with the kind of call."""
+    """The batches and lengths, whole or as a rank's share, that code cannot give in a call, or be told of a tensor,
+    without their being taken for a number that the plan replaces there (heads, in a view of scores), and where."""
     found: dict[int, str] = {}
     for size in (size for sizes in plan.size_plans().values() for size in sizes):
-        if size.dims is None and stands_for_any_size(size):
+        if size.call == SHAPE:
+            found |= dict.fromkeys((size.local, plan.mesh.tp * size.local), "what code is told of a tensor's shape")
+        elif size.dims is None and stands_for_any_size(size):
             found |= dict.fromkeys((size.written, plan.mesh.tp * size.written), size.call)
     return found
 

@@ -12,6 +12,10 @@ that differs from the planned one in scale only, as in another batch or length, 
 
 A planned size that is a product of the tensor's dims (SizePlan.dims, .times) holds for every batch and length. The code
 may give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
+
+Code that computes with a tensor's sizes, or takes another path for some of them (`if x.shape[1] == 1` of heads), may
+need those of one process: with a planned size of SHAPE, `x.shape` and `x.size()` tell it these, and what it then gives
+to calls is replaced as above.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +28,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import ATTRIBUTE, SizePlan
+from tpplan.plan.plan import ATTRIBUTE, SHAPE, SizePlan
 from tpplan.trace.hooks.nested_integers import parse_path, value_at
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
@@ -49,6 +53,8 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
 }
+#: functions by which code asks a tensor for its shape
+_ASKS = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]
 #: keyword names of sizes
 _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "repeats")
 
@@ -58,12 +64,14 @@ class LocalSizes:
     """A rewriter of a module's calls that replaces each planned size.
 
     `table` has planned sizes of one number, by the size in the code too; `by_dims` those that are products of the
-    tensor's dims. torch.compile traces no functools.cached_property, which has a lock.
+    tensor's dims; `told` the size in one process, by a tensor's number of dims, the dim and its size on a rank.
+    torch.compile traces no functools.cached_property, which has a lock.
     """
 
     sizes: tuple[SizePlan, ...]
     table: Mapping[tuple[str, int, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
     by_dims: Mapping[tuple[str, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+    told: Mapping[tuple[int, int, int], int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table: dict[tuple[str, int, int, int], list[SizePlan]] = {}
@@ -76,6 +84,8 @@ class LocalSizes:
                 by_dims.setdefault(place, []).append(size)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "by_dims", by_dims)
+        asked = (size for size in self.sizes if size.call == SHAPE)
+        object.__setattr__(self, "told", {(own.count, own.position, own.local): own.written for own in asked})
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
@@ -84,11 +94,27 @@ class LocalSizes:
         return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        if self.told and func in _ASKS:
+            return self._told(func(*args, **kwargs), *args, **kwargs)
         place = _TAKES.get(func)
         if place is None:
             return NotImplemented
         args, kwargs = self._replaced(*place, args, kwargs)
         return func(*args, **kwargs)
+
+    def _told(self, found: Any, x: Tensor, dim: Any = None, *_: Any) -> Any:
+        """Returns what code in one process gets where it asks x for its shape, or its size in a dim; here `found`.
+
+        Raises PlanMismatchError in code that torch.compile traces, which does not come here for all that it asks.
+        """
+        if torch.compiler.is_compiling():
+            raise PlanMismatchError(
+                f"code asks a tensor of {x.dim()} dims for its shape, and is told that of one process, which "
+                "torch.compile cannot do: leave the module out of what is compiled"
+            )
+        if isinstance(found, torch.Size):
+            return torch.Size(self.told.get((len(found), place, size), size) for place, size in enumerate(found))
+        return self.told.get((x.dim(), dim % x.dim(), found), found) if isinstance(dim, int) else found
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x: Any = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
@@ -160,9 +186,13 @@ class LocalSizes:
         return size
 
 
-def is_inside_an_attribute(size: SizePlan) -> bool:
-    """True for a planned size that stands inside an attribute of the module, such as self.config.heads."""
-    return size.call.startswith(ATTRIBUTE) and len(parse_path(size.call.removeprefix(ATTRIBUTE))) > 1
+def why_not_compiled(size: SizePlan) -> str:
+    """Why torch.compile cannot follow what is done for a planned size; "" where it can."""
+    if size.call == SHAPE:
+        return f"is told {size.written} for {size.local} where it asks for a tensor's shape"
+    if size.call.startswith(ATTRIBUTE) and len(parse_path(size.call.removeprefix(ATTRIBUTE))) > 1:
+        return f"reads {size.call} as a rank's size from a copy of the attribute"
+    return ""
 
 
 def check_attributes(module: nn.Module, name: str, sizes: Iterable[SizePlan]) -> None:

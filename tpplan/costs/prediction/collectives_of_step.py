@@ -14,7 +14,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.collectives import Transfer, transfers_of
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
-from tpplan.costs.step.parameter_bytes import Weights
+from tpplan.costs.prediction.weights import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import classes_of
 from tpplan.layouts.layer_treatments import FsdpUnit

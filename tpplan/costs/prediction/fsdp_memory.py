@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source, enclosing
 from tpplan.costs.prediction.memory_ledger import Ledger, Piece
-from tpplan.costs.step.parameter_bytes import Weights
+from tpplan.costs.prediction.weights import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS
 

@@ -14,9 +14,9 @@ from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.prediction.fsdp_memory import Shards
 from tpplan.costs.prediction.memory_ledger import Course, Ledger, Peak, Piece
+from tpplan.costs.prediction.weights import Weights
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import local_bytes
-from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.readings import reading_name
 from tpplan.plan.parts import (

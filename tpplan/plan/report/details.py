@@ -11,7 +11,7 @@ from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.plan.parts import SLACK
-from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, Recompute
+from tpplan.plan.plan import SHAPE, CollectivePlan, Compile, Pass, Plan, Precision, Prediction, Recompute, SizePlan
 from tpplan.plan.report.words import (
     axes_of,
     format_count,
@@ -230,8 +230,7 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
 def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields lines on modules that need more than layouts: sizes, losses, bags, buffers, dropout."""
     for key, sizes in sorted(plan.sizes.items()):
-        numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
-        yield "sizes", f"{key}: {numbers}"
+        yield "sizes", f"{key}: {', '.join(dict.fromkeys(map(_size, sizes)))}"
     for key, count in sorted(plan.losses.items()):
         yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
     for key, counts in sorted((plan.bags or {}).items()):
@@ -241,3 +240,11 @@ def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "buffer", f"{key}: every rank has it whole; read by {readers}"
     if plan.draws:
         yield "dropout", f"{', '.join(plan.draws)}: on slices, each rank draws for its own"
+
+
+def _size(size: SizePlan) -> str:
+    if size.call == SHAPE:
+        return (
+            f"told {size.written} of {size.local} where it asks a tensor of {size.count} dims for dim {size.position}"
+        )
+    return f"{size.call} {size.written} as {size.local}"

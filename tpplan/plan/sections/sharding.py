@@ -68,6 +68,8 @@ class BoundaryPlan:
 
 #: how SizePlan.call begins for an attribute of the module
 ATTRIBUTE = "self."
+#: SizePlan.call where code asks a tensor for its shape
+SHAPE = "shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,9 @@ class SizePlan:
     local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal
     number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every
     batch and length: where code gives a size in the proportion written to local, the local product replaces it.
+
+    With `call` "shape" the code gives nothing, it asks: a tensor of `count` dims of which dim `position` is `local` has
+    `written` there in one process, and says so to code that asks for its shape.
     """
 
     call: str

@@ -8,7 +8,7 @@ Sharing does not change the plans.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -58,8 +58,11 @@ class Traced:
     opaques: Opaques
     notes: tuple[str, ...]
 
-    def original(self, assignment: Assignment, subject: Subject) -> Original:
-        """The model, to hold against it what a plan with this assignment makes of it."""
+    def original(
+        self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] | None = None
+    ) -> Original:
+        """The model, to hold against it what a plan with this assignment makes of it. `growing` has its dims that grow
+        with batch or length, if these are known."""
         return Original(
             model=self.model,
             inputs=self.inputs,
@@ -67,6 +70,7 @@ class Traced:
             loss=subject.loss,
             cast=subject.cast(self.units),
             opaques=self.opaques,
+            growing=growing,
         )
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -107,6 +111,8 @@ class Reuse:
     paces: dict[Hashable, float] = field(default_factory=dict)
     #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
+    #: dims of values that grow with batch or length (tpplan.search.models.growing_dims), by key of a trace
+    growing: dict[Hashable, frozenset[tuple[str, int]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)
     #: by fingerprint of the profile
     rates: dict[str, Rates] = field(default_factory=dict)
