@@ -19,9 +19,9 @@ from tpplan.core.mesh import Mesh
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.layouts.decision_space import Decider, Space, deciders_of, flows_of, readings_of
 from tpplan.layouts.layer_treatments import FsdpUnit, Treatment
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.readings import Reading
 from tpplan.layouts.rules import Strategy
-from tpplan.layouts.stage_crossings import crossing_layouts
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
 

@@ -45,7 +45,7 @@ def build_space(
 
     Inputs, buffers and the loss are R, and so are outputs except those in `unused_outputs` (by path). `cut` forbids
     strategies. Modules of a repeated block for which `apart` returns different values do not share decisions. Values in
-    `crossing` have its layouts instead, as those that cross between stages (tpplan.layouts.stage_crossings). Raises
+    `crossing` have its layouts instead, as those that cross between stages (tpplan.layouts.plan_entries). Raises
     NoLayoutError where a decision has no strategy left.
     """
     builder = _Builder(graph, tp, unused_outputs, crossing or {})

@@ -31,11 +31,10 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, S
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
-from tpplan.layouts.plan_entries import PlanEntries
+from tpplan.layouts.plan_entries import PlanEntries, crossing_layouts
 from tpplan.layouts.rules import Call, Strategy, call_strategies, crossings_before_writes, draws
 from tpplan.layouts.rules.embedding import BAGS, EMBEDDING
 from tpplan.layouts.rules.loss import CROSS_ENTROPY
-from tpplan.layouts.stage_crossings import crossing_layouts
 from tpplan.plan.plan import Plan
 
 Shape = tuple[int, ...]

@@ -16,8 +16,8 @@ from tpplan.layouts.build_space import build_space
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.pins import Pin
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.rules import Strategy, has_rule
-from tpplan.layouts.stage_crossings import crossing_layouts
 from tpplan.search.points.cuts import Choices, Cuts
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.solvers.problem import Node, Problem

@@ -20,8 +20,8 @@ from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.layouts.stage_crossings import crossing_layouts
 from tpplan.plan.plan import Recompute
 from tpplan.search.models.subject import hashable
 from tpplan.search.models.trace_cache import TraceCache
