@@ -49,7 +49,7 @@ class Stack(nn.Module):
 
 
 class Deep(Stack):
-    """A model with more layers in a stage than a proof compares."""
+    """A model of twice as many layers."""
 
     def __init__(self) -> None:
         super().__init__()

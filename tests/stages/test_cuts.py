@@ -21,7 +21,7 @@ from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference
-from tpplan.stages.cuts import cuts_of, stages_of
+from tpplan.stages.cuts import cuts_of, end_cuts_of, stages_of
 from tpplan.stages.stage_model import as_stage
 from tpplan.trace.trace import repeated_children
 
@@ -48,6 +48,13 @@ def test_every_layer_may_end_a_stage() -> None:
     assert [(cut.unit, cut.why_not) for cut in cuts] == [(f"layers.{i}", "") for i in range(3)]
 
 
+def test_the_embedding_and_the_head_may_be_stages_of_their_own() -> None:
+    units = [f"layers.{i}" for i in range(4)]
+    first, last = end_cuts_of(traced(subject_of(Stack)), units)
+    assert [cut.unit for cut in (*first, *last)] == ["embedding", "layers.3"]
+    assert end_cuts_of(traced(subject_of(Tied)), units) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("gpus", "stages", "message"),
     [
@@ -60,13 +67,13 @@ def test_parts_that_the_gpus_cannot_be_divided_into_are_refused(gpus: int, stage
 
 
 def test_more_stages_than_layers_are_refused_with_their_number() -> None:
-    with pytest.raises(UsageError, match="cut at 3 places, and 5 stages need 4: it has 4 repeated layers"):
+    with pytest.raises(UsageError, match="cut at 5 places, and 7 stages need 6: it has 4 repeated layers"):
         tpplan.solve_stages(
             Stack,
             text,
-            stages=5,
-            cluster=Cluster(gpus=5, gpus_per_node=5, profile=MACHINE),
-            global_batch=5,
+            stages=7,
+            cluster=Cluster(gpus=7, gpus_per_node=7, profile=MACHINE),
+            global_batch=7,
             seq_len=LENGTH,
             options=Options(loss=loss, precision=Precision.FP32),
         )

@@ -1,16 +1,13 @@
 """A model in stages on real ranks against one process: losses, gradients, training, checkpoints."""
 
 import json
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import gradients, relative_errors, whole
+from one_process import whole
 from ranks import run_ranks
 from stage_models import (
     LENGTH,
@@ -19,110 +16,21 @@ from stage_models import (
     Stack,
     Vision,
     hugging_face,
-    images,
-    labelled,
     loss,
-    own_loss,
     text,
-    vision_loss,
     with_own_loss,
 )
+from stage_runs import MACHINE, assert_as_one_process, given, on_ranks, one_process, solved
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
-from profiles import synthetic_profile
 from tpplan.apply.collectives.tp_gradients import Reducer
 from tpplan.commands import main
 from tpplan.core.errors import PlanError, UsageError
-from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.stages import stage_lines
-from tpplan.search.pipelines.rank_memory import num_bytes
-from tpplan.search.points.options import Options
-from tpplan.stages.schedule import orders
-
-TOLERANCE = 2e-5
-MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")
-
-
-def solved(
-    build: Callable[[], nn.Module],
-    *,
-    stages: int,
-    gpus: int,
-    batch: int = 8,
-    virtual: int = 1,
-    prove: bool = True,
-    **options: object,
-) -> PipelinePlan:
-    is_vision = build is Vision
-    losses = {Vision: vision_loss, with_own_loss: None}
-    own = {"loss": losses.get(build, loss), "precision": Precision.FP32, "recompute": "none", **options}
-    return tpplan.solve_stages(
-        build,
-        images if is_vision else labelled if build is with_own_loss else text,
-        stages=stages,
-        virtual_stages=virtual,
-        cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE),
-        global_batch=batch,
-        seq_len=1 if is_vision else LENGTH,
-        micro_batch=1,
-        options=Options(**own),  # type: ignore[arg-type]
-        prove=prove,
-    )
-
-
-def given(build: Callable[[], nn.Module], batch: int = 8) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    if build is Vision:
-        return images(batch)
-    return labelled(batch, LENGTH) if build is with_own_loss else text(batch, LENGTH)
-
-
-def loss_of(build: Callable[[], nn.Module]) -> Callable[[object, dict[str, Tensor]], Tensor]:
-    return {Vision: vision_loss, with_own_loss: own_loss}.get(build, loss)  # type: ignore[call-overload]
-
-
-def one_process(build: Callable[[], nn.Module]) -> tuple[float, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model, inputs = build(), given(build)
-    value = loss_of(build)(model(**tpplan.forward_inputs(model, inputs)), inputs)
-    value.backward()
-    return value.item(), gradients(model)
-
-
-def on_ranks(build: Callable[[], nn.Module], plan: PipelinePlan) -> tuple[float, float, dict[str, Tensor]]:
-    """(loss of a step, loss without a backward, gradients of this rank's stage)."""
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(build(), plan)
-    share = plan.batch_for(dist.get_rank())
-    value = model.step(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
-    again = model.evaluate(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
-    return value.item(), again.item(), gradients(model)
-
-
-def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) -> None:
-    assert not any(map(why_unproven, plan.stages))
-    expected_loss, expected = run_ranks(1, one_process, build)[0]
-    results = run_ranks(plan.num_gpus, on_ranks, build, plan, timeout_s=120)
-    losses = {found[0] for found in results}
-    assert sum(found[0] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
-    assert sum(found[1] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
-    assert len(losses) <= plan.stages[0].mesh.data_parallel  # every stage is told the loss of its replica
-    everything: dict[str, Tensor] = {}
-    for number, (_, _, found) in enumerate(results):
-        if number % plan.ranks_per_stage == 0:
-            assert not everything.keys() & found.keys()
-        everything |= found
-    assert everything.keys() == expected.keys()
-    errors = relative_errors(everything, expected)
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +59,32 @@ def test_the_layer_that_sends_is_compared_where_like_ones_are_left_out() -> None
     plan = solved(Deep, stages=2, gpus=4, tp=2)
     assert [stage.stage.last for stage in plan.stages if stage.stage is not None] == ["layers.3", None]
     assert not any(map(why_unproven, plan.stages))
+
+
+@pytest.mark.parametrize(
+    "options", [{"stages": 6, "gpus": 6}, {"stages": 3, "gpus": 6, "virtual": 2, "tp": 2}], ids=str
+)
+def test_more_stages_than_layers(options: dict[str, Any]) -> None:
+    """The embedding and the head are stages of their own."""
+    plan = solved(Stack, **options)
+    assert [own.layers() for own in (plan.stages[0], plan.stages[-1])] == [("",), ("",)]
+    assert_as_one_process(Stack, plan)
+
+
+def test_stages_of_a_rank_recompute_as_much_as_its_memory_asks_for() -> None:
+    """Of two like stages of a rank one keeps what the other makes again."""
+    shape = {"stages": 2, "gpus": 2, "virtual": 4, "batch": 8}
+    ends = [solved(Deep, **shape, recompute=mode, prove=False) for mode in ("none", "full")]  # type: ignore[arg-type]
+    most, least = (max(own.predicted.peak_memory_bytes for own in plan.stages) for plan in ends)
+    plan = solved(Deep, **shape, recompute=None, memory_limit_bytes=(most + least) / 2)  # type: ignore[arg-type]
+    assert all(own.predicted.held_bytes <= (most + least) / 2 for own in plan.stages)
+    for rank in range(2):
+        modes = [bool(own.recomputed_modules()) for own in plan.stages[rank::2]]
+        assert True in modes
+        assert False in modes
+    fast, slow = (end.predicted.step_time_s for end in ends)
+    assert fast < plan.predicted.step_time_s < slow
+    assert_as_one_process(Deep, plan)
 
 
 def test_images() -> None:
@@ -302,123 +236,6 @@ def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path, virt
     for result in (found, run_ranks(1, loaded, plain, folder)[0]):
         assert result.keys() == expected.keys()
         assert all(torch.equal(result[name], value) for name, value in expected.items())
-
-
-class Tracker(MemTracker):
-    """Torch's tracker of memory, without its statistics of modules, which may not be called several times."""
-
-    def _pre_fw_hook(self, *_: object) -> None: ...
-
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook  # type: ignore[assignment]
-
-
-def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int], float]:
-    """Of a rank's second step what it runs, in order, the bytes of each send, and the most bytes that it holds."""
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(Stack(), plan)
-    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.step(micro_batches, loss)  # type: ignore[operator]
-    optimizer.step()
-    optimizer.zero_grad()
-    ran: list[tuple[int, bool, int]] = []
-    sent: list[int] = []
-
-    def noted(name: str, note: Callable[[Any, Any, Any], object]) -> None:
-        own = getattr(PipelineStage, name)
-
-        def run(stage: Any, index: int, *args: Any, **kwargs: Any) -> Any:
-            found = own(stage, index, *args, **kwargs)
-            note(stage.stage_index, index, found)
-            return found
-
-        patched.setattr(PipelineStage, name, run)
-
-    with pytest.MonkeyPatch.context() as patched:
-        for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
-            noted(name, lambda stage, index, found: sent.extend(one.tensor.nbytes for one in found))
-        noted("forward_one_chunk", lambda stage, index, found: ran.append((stage, True, index)))
-        noted("backward_one_chunk", lambda stage, index, found: ran.append((stage, False, index)))
-        tracker = Tracker()
-        tracker.track_external(model, optimizer)
-        with tracker:
-            model.step(micro_batches, loss)  # type: ignore[operator]
-    return ran, sent, float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
-    plan = solved(Stack, stages=2, gpus=2, virtual=virtual)
-    steps = plan.batch.accumulation_steps
-    every = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)
-    for rank, (ran, sent, peak) in enumerate(run_ranks(2, traffic, plan, timeout_s=120)):
-        assert [tuple(action) for action in every[rank]] == ran
-        plans = plan.stages_of(rank)
-        stages = [own.stage for own in plans if own.stage is not None]
-        assert sum(sent) == steps * sum(num_bytes(stage.sends) + num_bytes(stage.receives) for stage in stages)
-        assert len(sent) == steps * sum(len(stage.sends) + len(stage.receives) for stage in stages)
-        predicted = max(own.predicted.peak_memory_bytes for own in plans)
-        # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
-        kept = steps * sum(num_bytes(stage.receives) for stage in stages) if virtual > 1 else 0
-        assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_ranks_hold_what_fsdp_keeps_from_one_micro_batch_to_the_next(virtual: int) -> None:
-    """Weights and gradients that are gathered and reduced once a step are whole until then."""
-    plan = solved(Stack, stages=2, gpus=4, virtual=virtual, tp=1, fsdp=2, whole_gradients=True, prove=False)
-    assert all(stage.fsdp.gathered_once for stage in plan.stages)
-    assert not any(any(stage.resharded_units().values()) for stage in plan.stages)
-    for rank, (_, _, peak) in enumerate(run_ranks(4, traffic, plan, timeout_s=120)):
-        predicted = max(own.predicted.peak_memory_bytes for own in plan.stages_of(rank))
-        assert 0.97 * predicted < peak < 1.03 * predicted
-
-
-class Counted(TorchDispatchMode):
-    """Counts collectives by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().partition("::")[2].partition(".")[0]
-        kinds = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
-        self.found[kinds.get(name, "")] += name in kinds
-        return func(*args, **(kwargs or {}))
-
-
-def of_fsdp(plan: PipelinePlan) -> Counter[str]:
-    """How often FSDP gathers and scatters in a rank's second step, by kind."""
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(Stack(), plan)
-    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)))
-    model.step(micro_batches, loss)  # type: ignore[operator]
-    with Counted() as counted:
-        model.step(micro_batches, loss)  # type: ignore[operator]
-    return +counted.found
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize(("reshard", "is_once"), [(False, True), (True, True), (False, False)])
-def test_fsdp_gathers_and_reduces_as_often_as_listed(virtual: int, reshard: bool, is_once: bool) -> None:
-    """Once a step where a rank keeps both; else units that are not resharded once a micro-batch."""
-    mesh = {"stages": 2, "gpus": 4, "tp": 1, "fsdp": 2, "virtual": virtual}
-    plan = solved(Stack, **mesh, reshard_after_forward=reshard, whole_gradients=True)  # type: ignore[arg-type]
-    assert all(stage.fsdp.whole_gradients and stage.fsdp.gathered_once for stage in plan.stages)
-    if not is_once:
-        stages = (replace(own, fsdp=replace(own.fsdp, gathered_once=None)) for own in plan.stages)
-        plan = replace(plan, stages=tuple(stages))
-    for rank, found in enumerate(run_ranks(4, of_fsdp, plan, timeout_s=120)):
-        listed: Counter[str] = Counter()
-        for stage in plan.stages_of(rank):
-            for one in stage.collectives:
-                listed[one.kind] += one.count if one.axis == "shard" else 0
-        if is_once:
-            assert found == listed
-        else:  # the list is that of gathering once
-            assert found["all_gather"] > listed["all_gather"]
-            assert found["reduce_scatter"] == listed["reduce_scatter"]
 
 
 def wrong_number(plan: PipelinePlan) -> str:

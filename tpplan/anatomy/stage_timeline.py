@@ -33,7 +33,7 @@ def _sending(plan: PipelinePlan, shape: PipelineShape, profile: HardwareProfile 
         if cluster is None or own.stage is None or not own.stage.sends:
             yield 0.0
         else:
-            yield seconds_between(own.stage, shape, cluster)
+            yield seconds_between(own, shape, cluster)
 
 
 def _cluster(plan: PipelinePlan, shape: PipelineShape, profile: HardwareProfile) -> Cluster:

@@ -56,6 +56,7 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.rank_stages import joined, stage_copies
+from tpplan.stages.stage_model import keep_whole_shape
 from tpplan.torch_internals.groups import group_of_all_axes
 from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
@@ -201,6 +202,8 @@ def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMe
         style._apply(module_called(modules, name), mesh)
     if plan.mesh.tp > 1:
         leave_fast_path(model)
+    if plan.stage is not None:
+        keep_whole_shape(model, plan.stage)
 
 
 @contextlib.contextmanager

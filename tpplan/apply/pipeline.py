@@ -20,10 +20,9 @@ from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.sections.ranks import StagePlan, TensorPlan
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stage_model import without_values
-from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 
@@ -134,7 +133,7 @@ class Pipeline:
     def _through(self, runner: "_Runner", micro_batch: Inputs) -> Any:
         """Receives what a stage reads, runs it, sends what it gives to the next stage, and returns it."""
         rank, stage = dist.get_rank(self.group), runner.stage
-        received = tuple(map(self._buffer, stage.receives))
+        received = tuple(self._buffer(one.on_a_rank(self.plan.stages[0].mesh.tp)) for one in stage.receives)
         for tensor in received:
             dist.recv(tensor, group=self.group, group_src=(rank - 1) % self.plan.parts)
         outputs = runner.model(**_named(runner.model, micro_batch, received))
@@ -198,14 +197,14 @@ class Pipeline:
 
     def _stage(self, kind: "type[AnyStage]", runner: "_Runner") -> "AnyStage":
         """A runner as a stage of torch's."""
-        stage = runner.stage
+        stage, tp = runner.stage, self.plan.stages[0].mesh.tp
         return kind(
             runner,
             stage.index,
             stage.count,
             self.device,
-            input_args=without_values(stage.receives),
-            output_args=without_values(stage.sends or (_LOSS,)),
+            input_args=without_values(one.on_a_rank(tp) for one in stage.receives),
+            output_args=without_values(one.on_a_rank(tp) for one in stage.sends or (_LOSS,)),
             group=self.group,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, within
-from tpplan.core.layout import Conversion, Layout, Step
+from tpplan.core.layout import Conversion, Layout, R, Step
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.execution import local_bytes
 from tpplan.layouts.decision_space import Space
@@ -68,8 +68,9 @@ _FIELDS = attrgetter(*(field.name for field in fields(SavedStorage)))
 
 def sources(space: Space) -> Term:
     """Returns the term for the bytes of the model's inputs and buffers."""
-    values = [space.graph.values[s.result] for s in space.graph.sources if s.kind is not SourceKind.PARAMETER]
-    return Term(name=SOURCES, expressions=(Expression(constant=float(sum(value.num_bytes for value in values))),))
+    names = [source.result for source in space.graph.sources if source.kind is not SourceKind.PARAMETER]
+    num_bytes = sum(local_bytes(space.graph.values[x], space.crossing.get(x, R), space.tp) for x in names)
+    return Term(name=SOURCES, expressions=(Expression(constant=float(num_bytes)),))
 
 
 def call_exits(graph: ModelGraph) -> dict[int, int]:

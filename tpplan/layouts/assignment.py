@@ -10,7 +10,7 @@ plan is written from one (tpplan.layouts.plan_sections). It needs no prices, no 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tpplan.core.graph import Boundary, ModelGraph, Source, SourceKind, enclosing
@@ -19,6 +19,7 @@ from tpplan.core.mesh import Mesh
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.layouts.decision_space import Decider, Space, deciders_of, flows_of, readings_of
 from tpplan.layouts.layer_treatments import FsdpUnit, Treatment
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.readings import Reading
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
@@ -36,7 +37,8 @@ class Assignment:
     micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds of other stages meanwhile.
     `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then;
     `gathered_once` that it gathers units that it does not reshard once a step, and a rank keeps them until then.
-    `over_tp` are the layers that FSDP shards over shard and tp together, whose parameters are all R.
+    `over_tp` are the layers that FSDP shards over shard and tp together, whose parameters are all R. `crossing` are the
+    layouts of values that cross between stages, where not R.
     """
 
     graph: ModelGraph
@@ -55,6 +57,7 @@ class Assignment:
     whole_gradients: bool = False
     gathered_once: bool = False
     over_tp: frozenset[str] = frozenset()
+    crossing: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:
@@ -97,6 +100,7 @@ class Assignment:
             flows=flows_of(self.graph),
             classes={name: name for name in self.strategies},
             members={name: (name,) for name in self.strategies},
+            crossing=self.crossing,
         )
 
     @property
@@ -129,10 +133,12 @@ class Assignment:
         return self.strategies[decision]
 
     def layout(self, value: str) -> Layout:
-        """The layout of a computed value; R for inputs, buffers and constants. A parameter has one per reading, and so
-        has a buffer that is read as a slice."""
+        """The layout of a computed value, or of one that is received; R for other inputs, buffers and constants. A
+        parameter has one per reading, and so has a buffer that is read as a slice."""
         producer = self.graph.producers.get(value)
-        return R if producer is None else self.strategies[producer.name].results[producer.results.index(value)]
+        if producer is None:
+            return self.crossing.get(value, R)
+        return self.strategies[producer.name].results[producer.results.index(value)]
 
     def placement(self, source: Source) -> Layout:
         """The layout of a parameter at rest on the tp axis: R where nothing reads it."""
@@ -233,4 +239,5 @@ def assignment_of(
         whole_gradients=bool(plan.fsdp.whole_gradients),
         gathered_once=bool(plan.fsdp.gathered_once),
         over_tp=plan.units_over_tp(),
+        crossing=crossing_layouts(graph, plan.stage),
     )

@@ -5,7 +5,7 @@ value crosses several boundaries one after the other, one of them may convert.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,14 +39,16 @@ def build_space(
     unused_outputs: frozenset[str] = frozenset(),
     cut: Cut | None = None,
     apart: Callable[[str], Hashable] | None = None,
+    crossing: Mapping[str, Layout] | None = None,
 ) -> Space:
     """The decision space of a graph on tp ranks, with every consistent strategy.
 
     Inputs, buffers and the loss are R, and so are outputs except those in `unused_outputs` (by path). `cut` forbids
-    strategies. Modules of a repeated block for which `apart` returns different values do not share decisions. Raises
+    strategies. Modules of a repeated block for which `apart` returns different values do not share decisions. Values in
+    `crossing` have its layouts instead, as those that cross between stages (tpplan.layouts.plan_entries). Raises
     NoLayoutError where a decision has no strategy left.
     """
-    builder = _Builder(graph, tp, unused_outputs)
+    builder = _Builder(graph, tp, unused_outputs, crossing or {})
     classes, members = classes_of(graph, apart)
     contracts: dict[str, dict[_Contract, None]] = {}
     for name, contract in builder.bound.items():
@@ -70,24 +72,25 @@ def build_space(
         flows=flows_of(graph),
         classes=classes,
         members=members,
+        crossing=builder.crossing,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Contract:
-    """Positions of a node's operands that are read as R (inputs, buffers, constants), of results that are given as R,
-    and of results that reach the user or stay behind on a module."""
+    """Positions and layouts of a node's operands that are read in one layout (inputs, buffers, constants: R), and of
+    results that are given in one (outputs: R); positions of results that reach the user or stay behind on a module."""
 
-    fixed: tuple[int, ...]
-    whole: tuple[int, ...]
+    read: tuple[tuple[int, Layout], ...]
+    made: tuple[tuple[int, Layout], ...]
     given: tuple[int, ...]
 
     def allows(self, strategy: Strategy) -> bool:
         """True where a strategy keeps the contract. What reaches the user is whole or slices: a summand would be wrong
         silently."""
         return (
-            all(strategy.operands[i] == R for i in self.fixed)
-            and all(strategy.results[i] == R for i in self.whole)
+            all(strategy.operands[i] == layout for i, layout in self.read)
+            and all(strategy.results[i] == layout for i, layout in self.made)
             and all(strategy.results[i].is_plain for i in self.given)
         )
 
@@ -95,8 +98,11 @@ class _Contract:
 class _Builder:
     """Computes the strategies of each decision from the graph alone."""
 
-    def __init__(self, graph: ModelGraph, tp: int, unused_outputs: frozenset[str]) -> None:
+    def __init__(
+        self, graph: ModelGraph, tp: int, unused_outputs: frozenset[str], crossing: Mapping[str, Layout]
+    ) -> None:
         self.graph = graph
+        self.crossing = crossing
         self.tp = tp
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
@@ -113,7 +119,8 @@ class _Builder:
         self.written_later = crossings_before_writes(graph)
         self.deciders = deciders_of(graph)
         #: the decisions of which the contract with the user forbids strategies
-        self.bound = graph.once_for_all_sizes(("bound", unused_outputs), lambda: dict(self._bound()))
+        key = "bound", unused_outputs, tuple(crossing.items())
+        self.bound = graph.once_for_all_sizes(key, lambda: dict(self._bound()))
 
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         """The decision's strategies that its rule allows."""
@@ -130,11 +137,12 @@ class _Builder:
         """Yields each node whose operands or results a contract is about, with the contract."""
         for node in self.graph.nodes:
             leaves = isinstance(node, Boundary) and node.leaves_model
-            fixed = tuple(i for i, name in enumerate(node.operands) if self._is_fixed(node, name))
-            whole = tuple(i for i, name in enumerate(node.results) if name in self.whole_outputs)
+            known, outputs = self.crossing, self.whole_outputs | self.crossing.keys()
+            read = tuple((i, known.get(x, R)) for i, x in enumerate(node.operands) if self._is_fixed(node, x))
+            made = tuple((i, known.get(x, R)) for i, x in enumerate(node.results) if x in outputs)
             given = tuple(i for i, name in enumerate(node.results) if name in self.left or leaves)
-            if fixed or whole or given:
-                yield node.name, _Contract(fixed, whole, given)
+            if read or made or given:
+                yield node.name, _Contract(read, made, given)
 
     def _is_fixed(self, node: Op | Boundary, operand: str) -> bool:
         return operand in self.fixed and not (isinstance(node, Op) and operand in self.sliced)

@@ -9,12 +9,13 @@ what the others need not.
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.layout import Layout
 from tpplan.core.repeated_blocks import members
 from tpplan.layouts.readings import Reading, reading_name, sources_read
 from tpplan.layouts.rules import Strategy
@@ -49,6 +50,8 @@ class Space:
     flows: tuple[Flow, ...]
     classes: dict[str, str]
     members: dict[str, tuple[str, ...]]
+    #: layouts other than R of values that cross between stages
+    crossing: Mapping[str, Layout] = field(default_factory=dict)
 
     @cached_property
     def readings(self) -> dict[str, tuple[Reading, ...]]:

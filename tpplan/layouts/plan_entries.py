@@ -4,7 +4,7 @@ buffers as they say. These are (1) for parameters and buffers, (5) and (6) of tp
 from collections.abc import Collection, Iterator, Mapping
 
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, ModelGraph, Op, Source, SourceKind, Value, within
-from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, R, can_convert, fits
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits
 from tpplan.core.name_patterns import ROOT, module_name
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.readings import sliced_buffers
@@ -12,6 +12,7 @@ from tpplan.layouts.rules import OPAQUE, written_operands
 from tpplan.layouts.rules.embedding import BAGS
 from tpplan.layouts.rules.loss import CROSS_ENTROPY
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan
 
 #: a boundary of a module: (module, direction, path)
 CrossingKey = tuple[str, Direction, str]
@@ -176,3 +177,23 @@ def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conv
         for direction, side in ((Direction.INPUT, boundary.inputs), (Direction.OUTPUT, boundary.outputs))
         for path, crossing in side.items()
     }
+
+
+def crossing_layouts(graph: ModelGraph, stage: StagePlan | None) -> dict[str, Layout]:
+    """Layouts other than R of the tensors that a stage receives and sends, by value; none for a whole model.
+
+    The loss of a stage that sends slices is P: a stand-in for the loss adds up what is sent, and each rank its slices.
+    """
+    if stage is None:
+        return {}
+    received = {f"{RECEIVED}.{i}": one.layout for i, one in enumerate(stage.receives)}
+    sent = {f"output.{i}": one.layout for i, one in enumerate(stage.sends)}
+    found = {
+        source.result: received[source.label]
+        for source in graph.sources
+        if source.kind is SourceKind.INPUT and source.label in received
+    }
+    found |= {own.result: sent[own.path] for own in graph.boundaries if own.leaves_model and own.path in sent}
+    if graph.loss is not None and any(layout != R for layout in sent.values()):
+        found[graph.loss] = P
+    return {value: layout for value, layout in found.items() if layout != R}

@@ -75,12 +75,14 @@ def _named(graph: ModelGraph, boundary: Boundary, conversion: Conversion) -> Con
 
 
 def outputs(assignment: Assignment) -> dict[str, Layout]:
-    """Layouts other than R of the model's outputs and of tensors that its forward leaves on modules, by path."""
+    """Layouts other than R of the model's outputs and of tensors that its forward leaves on modules, by path; without
+    what a stage sends, whose layout the plan of the stage has."""
     graph = assignment.graph
     returned = (
         (boundary.path, boundary.result)
         for boundary in graph.boundaries
         if boundary.module == "" and boundary.direction is Direction.OUTPUT
+        if boundary.result not in assignment.crossing
     )
     left = ((path, value) for path, value in graph.outputs if path.startswith(LEFT_AT))
     return {path: layout for path, value in (*returned, *left) if (layout := assignment.layout(value)) != R}

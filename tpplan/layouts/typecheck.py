@@ -31,7 +31,7 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, S
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.fused.extra_layouts import find_extra_layouts
-from tpplan.layouts.plan_entries import PlanEntries
+from tpplan.layouts.plan_entries import PlanEntries, crossing_layouts
 from tpplan.layouts.rules import Call, Strategy, call_strategies, crossings_before_writes, draws
 from tpplan.layouts.rules.embedding import BAGS, EMBEDDING
 from tpplan.layouts.rules.loss import CROSS_ENTROPY
@@ -72,11 +72,14 @@ class _Checker:
         self.tp = plan.mesh.tp
         self.local_shapes = local_shapes
         self.planned = PlanEntries(graph, plan)
+        self.crossing = crossing_layouts(graph, plan.stage)
         self.extra = self.planned.layouts.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
         self.written_later = crossings_before_writes(graph)
         self.possible: dict[str, tuple[Layout, ...]] = {
-            source.result: (R,) for source in graph.sources if source.result not in self.parameters
+            source.result: (self.crossing.get(source.result, R),)
+            for source in graph.sources
+            if source.result not in self.parameters
         }
         #: name of a buffer that some module reads as a slice -> how each module reads it
         self.slices = {
@@ -278,7 +281,8 @@ class _Checker:
         layouts: dict[str, Layout] = {}
         for title, value, wanted in self._planned_outputs():
             layouts[value] = wanted
-            if wanted not in self.possible[value] or not wanted.is_plain:
+            is_readable = wanted.is_plain or value in self.crossing
+            if wanted not in self.possible[value] or not is_readable:
                 message = f"{title} is {_either(self.possible[value])}, expected {wanted}"
                 producer = self.graph.producers.get(value)
                 blamed = (producer.name,) if producer is not None else ()
@@ -305,14 +309,14 @@ class _Checker:
         """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""
         leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         for value, path in leaving.items():
-            yield f"output {path}", value, self.planned.outputs.get(path, R)
+            yield f"output {path}", value, self.crossing.get(value, self.planned.outputs.get(path, R))
         for path, value in self.graph.outputs:
             if value not in leaving:
                 is_loss = value == self.graph.loss
                 yield (
                     "the loss" if is_loss else f"output {path}",
                     value,
-                    R if is_loss else self.planned.outputs.get(path, R),
+                    self.crossing.get(value, R) if is_loss else self.planned.outputs.get(path, R),
                 )
 
 

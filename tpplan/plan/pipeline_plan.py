@@ -170,6 +170,8 @@ class PipelinePlan:
             before = self.stages[index - 1].stage if index else None
             if before is not None and (before.sends, before.last) != (stage.receives, stage.received):
                 raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")
+            if problem := stage.why_not_sliced(plan.mesh.tp):
+                raise PlanError(f"{where}.stage.sends: {problem}")
         steps = self.batch.accumulation_steps
         if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
             raise PlanError(f"{origin}: {problem}")

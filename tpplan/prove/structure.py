@@ -34,6 +34,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.prove.local_nodes import LocalNodes
+from tpplan.stages.stage_model import received_on_a_rank
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.boundary_marks import BoundaryHook
@@ -107,7 +108,7 @@ class Original:
         try:
             applied = trace(
                 local,
-                self.inputs,
+                received_on_a_rank(self.inputs, plan.stage, plan.mesh.tp),
                 loss=self.loss,
                 cast=self.cast,
                 plan_digest=digest_of(plan),

@@ -16,6 +16,7 @@ from tpplan.layouts.build_space import build_space
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.pins import Pin
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.rules import Strategy, has_rule
 from tpplan.search.points.cuts import Choices, Cuts
 from tpplan.search.points.point_solver import PointSolver
@@ -52,6 +53,7 @@ class Obstacles:
             tp,
             unused_outputs=solver.request.unused_outputs,
             apart=solver.pinned(micro_batch).pins_within,
+            crossing=crossing_layouts(solver.traces.traced(micro_batch).graph, solver.request.stage),
         )
         pins = [pin for pin in solver.request.pins if pin not in without]
         return cls(space, (*_of_pins(solver, micro_batch, pins), *_of_counterexamples(solver, space)), solver)

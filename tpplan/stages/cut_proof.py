@@ -3,9 +3,8 @@
 from collections.abc import Collection, Hashable, Mapping
 
 from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write
-from tpplan.plan.sections.ranks import StagePlan
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan
 from tpplan.stages.cuts import given_by
-from tpplan.stages.stub import RECEIVED
 
 
 def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range) -> str:

@@ -1,12 +1,13 @@
 """Where a model may be cut into stages, and what of it each stage has, found on its graph.
 
-A cut stands after a layer. What is computed from weights before it, and read after it, must be what that layer gives:
-it is sent. All else that is read after a cut is made again there from the inputs: masks, positions, rotary tables.
+A cut stands after a layer, or after a module before all layers, as an embedding. What is computed from weights before
+it, and read after it, must be what that layer or module gives: it is sent. All else that is read after a cut is made
+again there from the inputs: masks, positions, rotary tables.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, SourceKind, enclosing, within
 from tpplan.plan.sections.ranks import StagePlan, TensorPlan
@@ -29,6 +30,33 @@ def cuts_of(graph: ModelGraph, units: Sequence[str]) -> list[Cut]:
     last = {unit: position for position, unit in _ends(graph, units)}
     ordered = sorted(last, key=last.__getitem__)
     return [_cut(graph, unit, last[unit] + 1, weighed) for unit in ordered[:-1]]
+
+
+def end_cuts_of(graph: ModelGraph, units: Sequence[str]) -> tuple[list[Cut], list[Cut]]:
+    """The cut between what runs before the first unit and the units, and the cut after the last unit; none where
+    stages cannot meet, or where no parameter is read beyond it. The first is as late as may be."""
+    weighed = _computed_from_weights(graph)
+    own = [position for position, _ in _ends(graph, units)]
+    if not own:
+        return [], []
+    ends = {module: position for position, module in _ends(graph, _called(graph)) if position < own[0]}
+    before = [module for module in ends if not any(within(unit, module) for unit in units)]
+    latest = sorted(before, key=lambda module: (-ends[module], len(module)))
+    first = (cut for cut in (_cut(graph, module, ends[module] + 1, weighed) for module in latest) if not cut.why_not)
+    (last,) = {unit for position, unit in _ends(graph, units) if position == own[-1]}
+    found = list(islice(first, 1)), [_cut(graph, last, own[-1] + 1, weighed)]
+    early = (cut for cut in found[0] if _reads_weights(graph, range(cut.position)))
+    late = (cut for cut in found[1] if not cut.why_not and _reads_weights(graph, range(cut.position, len(graph.nodes))))
+    return list(early), list(late)
+
+
+def _called(graph: ModelGraph) -> list[str]:
+    return list(dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module))
+
+
+def _reads_weights(graph: ModelGraph, positions: range) -> bool:
+    read = _read_in(graph, positions)
+    return any(source.result in read for source in graph.parameters)
 
 
 def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], micro_batch: int) -> list[StagePlan]:

@@ -6,7 +6,8 @@
 
 The root's own code runs on each stage, on the same inputs. A stub gives a tensor without memory of the shape that its
 module would give; the stub of the layer before the stage gives the tensors that were received; what the stage's last
-layer gives is sent, and what the code behind it makes of stubs is dropped. Names of parameters stay as they are.
+layer gives is sent, the code behind it gets tensors without memory instead, and what it makes of them is dropped. Names
+of parameters stay as they are.
 """
 
 import functools
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.sections.modes import Precision
-from tpplan.plan.sections.ranks import StagePlan, TensorPlan
-from tpplan.stages.stub import RECEIVED, Stub, without_memory
+from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
+from tpplan.stages.stub import Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.trace.hooks.generated_class import subclass
@@ -31,11 +32,21 @@ STAGE = "_tpplan_stage"
 _TOGETHER = "_tpplan_stages_together"
 #: key of a module's __dict__ for what it gave in the call that runs
 _SENT = "_tpplan_sent"
+#: attribute of the class of a stage's last layer: the class that its like have
+_LAYER_CLASS = "_tpplan_layer_class"
+#: key of a module's __dict__ for the shape of the whole of which it gives a slice
+_WHOLE = "_tpplan_whole_shape"
 
 
 def stage_of(model: nn.Module) -> StagePlan | None:
     """The stage that a model is; None for a whole model."""
     found: StagePlan | None = model.__dict__.get(STAGE)
+    return found
+
+
+def layer_class(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer, which it shares with its like though it is a stage's last."""
+    found: type[nn.Module] = getattr(type(layer), _LAYER_CLASS, type(layer))
     return found
 
 
@@ -83,10 +94,25 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         assert isinstance(before, Stub)
         before.receives = True
     if stage.last is not None:
-        model.get_submodule(stage.last).register_forward_hook(_keep_output)
+        last = model.get_submodule(stage.last)
+        last.__class__ = _last_class(type(last))  # type: ignore[arg-type]
     model.__dict__[STAGE] = stage
     model.__class__ = _stage_class(type(model))  # type: ignore[arg-type]
     return model
+
+
+def keep_whole_shape(model: nn.Module, stage: StagePlan) -> None:
+    """Notes the shape of what a stage sends as slices, as planned, for the code behind its last layer."""
+    if stage.last is not None and any(one.sliced is not None for one in stage.sends):
+        (sent,) = stage.sends
+        model.get_submodule(stage.last).__dict__[_WHOLE] = sent.shape
+
+
+def received_on_a_rank(inputs: Any, stage: StagePlan | None, tp: int) -> Any:
+    """The inputs of a stage with slices in place of what one of `tp` ranks receives as slices; without values."""
+    if stage is None or all(one.sliced is None for one in stage.receives):
+        return inputs
+    return {**inputs, RECEIVED: without_values(one.on_a_rank(tp) for one in stage.receives)}
 
 
 def without_values(planned: Iterable[TensorPlan]) -> tuple[Tensor, ...]:
@@ -96,16 +122,31 @@ def without_values(planned: Iterable[TensorPlan]) -> tuple[Tensor, ...]:
     )
 
 
-def _keep_output(module: nn.Module, _args: Any, output: Any) -> None:
-    module.__dict__[_SENT] = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-
-
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     around, _, child = name.rpartition(".")
     try:
         return model.get_submodule(around), child
     except AttributeError:
         raise PlanMismatchError(f"the plan names {name}, which the model does not have: solve again") from None
+
+
+@functools.cache
+def _last_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of cls, under its name, of a stage's last layer: a call keeps what the layer gives, and gives the
+    code behind it tensors without memory instead, of the whole shape. Hooks of the layer, as FSDP's, see the former."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = cls.__call__(self, *args, **kwargs)
+        self.__dict__[_SENT] = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        shape = self.__dict__.get(_WHOLE)
+
+        def stand_in(leaf: Any) -> Any:
+            return without_memory(leaf, shape or leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+        with torch.no_grad():
+            return pytree.tree_map(stand_in, output)
+
+    return subclass(cls, {"__call__": call, _LAYER_CLASS: cls}, _last_class)
 
 
 @functools.cache

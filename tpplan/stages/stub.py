@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
+from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import untraced
 
-#: name of the argument by which a stage is given the tensors of the one before
-RECEIVED = "received"
 #: attributes of a stub that its copies share: the module that it stands for, and what calls of that module give
 _SHARED = ("_absent", "_known")
 

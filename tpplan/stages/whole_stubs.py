@@ -1,7 +1,7 @@
 """Layouts at the stubs of a stage: whole.
 
 A stub's code gives tensors of whole shapes, whatever it is given. What later stages make of them is dropped, so nothing
-is gained by a slice of one. What a stage receives may be converted as it leaves its stub.
+is gained by a slice of one. What a stage receives leaves its stub as it comes, or is converted there.
 """
 
 from collections.abc import Sequence
@@ -24,5 +24,5 @@ def is_whole_there(
     layouts = (*operands, *results)
     if isinstance(node, Boundary):
         enters = node.direction is Direction.INPUT
-        layouts = tuple(results if enters else operands if node.module == stage.received else layouts)
+        layouts = tuple(results if enters else () if node.module == stage.received else layouts)
     return all(layout.is_whole for layout in layouts)

@@ -18,6 +18,7 @@ from torch import nn
 
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing, joined_name
 from tpplan.core.graph_fingerprint import graph_fingerprint
+from tpplan.stages.stage_model import layer_class
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
@@ -73,8 +74,8 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
             if child_name.isdecimal() and any(True for _ in child.children()) and any(True for _ in child.parameters())
         ]
         stubs = [child.absent_class for child in container.children() if isinstance(child, Stub)]
-        classes = [type(child) for _, child in layers] + stubs
-        found.update((child_name, None) for child_name, child in layers if classes.count(type(child)) > 1)
+        classes = [layer_class(child) for _, child in layers] + stubs
+        found.update((child_name, None) for child_name, child in layers if classes.count(layer_class(child)) > 1)
     return tuple(found)
 
 

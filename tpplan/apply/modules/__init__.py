@@ -4,5 +4,5 @@ In: a module and the plan's entries for it. Out: a generated subclass whose forw
 local parameters, converts inputs and outputs, replaces sizes and draws dropout per rank. Also hooks on the model that
 check the shapes of inputs and the first training step.
 
-Imports: core, plan, torch_internals, trace; apply/collectives.
+Imports: core, plan, stages, torch_internals, trace; apply/collectives.
 """

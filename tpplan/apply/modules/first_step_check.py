@@ -36,6 +36,8 @@ from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_optimizers
 from tpplan.core.errors import UsageError
 from tpplan.core.mesh import Axis
+from tpplan.plan.sections.ranks import RECEIVED
+from tpplan.stages.stage_model import stage_of
 from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.tensors import local_part, without_modes
 from tpplan.trace.forward_arguments import bound_arguments, tensors_by_path
@@ -108,7 +110,7 @@ class _FirstStep:
         with torch.no_grad(), without_modes():
             self.states = _random_states(mesh.device_type)
             found: Checksums = {
-                "batch": _checksums(tensors_by_path(bound_arguments(model, args, kwargs))),
+                "batch": _checksums(_alike(model, tensors_by_path(bound_arguments(model, args, kwargs)))),
                 **self.states,
                 "parameters": _checksums(_replicated(model)),
             }
@@ -195,6 +197,13 @@ def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Mapping[
         f"ranks {first} and {other} are of one tensor-parallel group and differ in their {what} ({shown}){more}: "
         f"{_REMEDIES[what]}"
     )
+
+
+def _alike(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that tp ranks must be given alike: without those that a stage receives as slices."""
+    stage = stage_of(model)
+    sliced = {f"{RECEIVED}.{i}" for i, one in enumerate(stage.receives if stage else ()) if one.sliced is not None}
+    return {path: tensor for path, tensor in given.items() if path not in sliced}
 
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from tpplan.apply.modules.local_sizes import dim_of
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.plan import SHAPE, OtherShapes, Plan, ProofStatus, SizePlan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim
+from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.trace.forward_arguments import positional_names, tensors_by_path
 
 
@@ -63,6 +64,8 @@ class _Shapes:
         self.looks_like = _sizes_that_look_like_a_number(plan)
         planned = (plan.batch.micro_batch, plan.batch.seq_len)
         self.by_path = {path: torch.Size(dim.size(*planned) for dim in dims) for path, dims in shapes.inputs.items()}
+        for i, one in enumerate(plan.stage.receives if plan.stage is not None else ()):
+            self.by_path[f"{RECEIVED}.{i}"] = torch.Size(one.on_a_rank(plan.mesh.tp).shape)
         is_tuple = any(path.partition(".")[0].isdecimal() for path in self.by_path)
         self.by_number = tuple(str(i) if is_tuple else name for i, name in enumerate(names))
         self.by_name = dict(zip(names, self.by_number, strict=True))

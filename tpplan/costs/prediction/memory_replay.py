@@ -9,6 +9,7 @@ and states.
 
 from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
+from tpplan.core.layout import R
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.prediction.fsdp_memory import Shards
@@ -109,11 +110,12 @@ class _Replay:
 
     def _hold_throughout(self) -> None:
         weights = self.weights
-        sources = (s for s in self.graph.sources if s.kind is not SourceKind.PARAMETER)
+        names = [source.result for source in self.graph.sources if source.kind is not SourceKind.PARAMETER]
+        layouts, tp = self.assignment.crossing, self.assignment.tp
         for part, num_bytes in (
             (PARAMETERS, weights.resting(weights.master_width)),
             (STATES, weights.states()),
-            (SOURCES, sum(self.graph.values[source.result].num_bytes for source in sources)),
+            (SOURCES, sum(local_bytes(self.graph.values[x], layouts.get(x, R), tp) for x in names)),
         ):
             self.ledger.hold(Piece(part, float(num_bytes)))
         if self.assignment.beside_bytes:

@@ -74,6 +74,11 @@ _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "at
 _LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
                       "aten.index.Tensor"})  # fmt: skip
 
+#: ops that take the shape or the dtype of an operand, and read none of its elements
+_SHAPED_LIKE = frozenset({"aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
+                          "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default",
+                          "aten.rand_like.default", "aten.randn_like.default"})  # fmt: skip
+
 #: FLOP of backward over forward: flash attention's backward recomputes the scores, 5 products against 2 [Dao 2023,
 #: section 3.1]
 ATTENTION_BACKWARD_PRODUCTS = 2.5
@@ -141,6 +146,8 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _LOOKUPS:
             indices = [tensor for tensor in tensors_in(args) if not tensor.is_floating_point()]
             return MemoryBound(num_bytes=2 * bytes_of(tensors_in(result)) + bytes_of(iter(indices)))
+        if name in _SHAPED_LIKE:
+            return MemoryBound(num_bytes=bytes_of(tensors_in(result)))
         if name == "aten.scatter_add_.default":
             return MemoryBound(num_bytes=bytes_of(iter(args[2:3])) + 3 * bytes_of(iter(args[3:4])))
         if "_scaled_dot_product_" in name or "_flash_attention_" in name:

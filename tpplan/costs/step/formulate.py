@@ -194,6 +194,7 @@ class Formulation:
             whole_gradients=self.setting.whole_gradients,
             gathered_once=self.setting.gathered_once,
             over_tp=self.groups.over_tp.chosen(choice),
+            crossing=self.space.crossing,
         )
 
     def tie_break(self, choice: Mapping[str, int]) -> Problem:

@@ -54,6 +54,7 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
             f"{plan.schedule}, {plan.batch.accumulation_steps} micro-batches of {plan.batch.micro_batch} a rank; "
             f"{samples(plan.batch)} a step",
         ),
+        *_crossing(plan),
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
         *(("not searched", line) for line in plan.solver.unsearched or ()),
         *_asked(plan),
@@ -111,8 +112,24 @@ def _row(plan: Plan) -> tuple[str, ...]:
         gib(plan.predicted.held_bytes),
         ", ".join(_recomputed(plan)) or "none",
         str(stage.in_flight),
-        format_bytes(sum(prod(one.shape) * DTYPE_BYTES[one.dtype] for one in stage.sends)) if stage.sends else "-",
+        format_bytes(_sent_bytes(plan)) if stage.sends else "-",
     )
+
+
+def _sent_bytes(plan: Plan) -> int:
+    """Bytes that a GPU of a stage sends of a micro-batch."""
+    assert plan.stage is not None
+    sent = (one.on_a_rank(plan.mesh.tp) for one in plan.stage.sends)
+    return sum(prod(one.shape) * DTYPE_BYTES[one.dtype] for one in sent)
+
+
+def _crossing(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields what stages send, where they send slices."""
+    sends = dict.fromkeys(
+        str(one) for own in plan.stages if own.stage for one in own.stage.sends if one.sliced is not None
+    )
+    if sends:
+        yield "sends", f"{', '.join(sends)}: each tensor-parallel rank its own, to its like in the next stage"
 
 
 def _recomputed(plan: Plan) -> Iterator[str]:

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from tpplan.core.layout import Layout, R, S, local_shape
 from tpplan.core.strict_json import Amount, AtLeast, Count, Size
+
+#: name of the argument by which a stage is given the tensors of the one before
+RECEIVED = "received"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +69,25 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """The shape and dtype of a tensor that one stage sends to the next, for one micro-batch."""
+    """The shape and dtype of a tensor that one stage sends to the next, for one micro-batch. Each tp rank sends the
+    same rank of the next stage its slice of dim `sliced`; absent where each sends the whole."""
 
     shape: tuple[Size, ...]
     dtype: str
+    sliced: Size | None = None
+
+    def __str__(self) -> str:
+        slices = f" in slices of dim {self.sliced}" if self.sliced is not None else ""
+        return f"{self.dtype}{list(self.shape)}{slices}"
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in which the tensor crosses."""
+        return R if self.sliced is None else S(self.sliced)
+
+    def on_a_rank(self, tp: int) -> "TensorPlan":
+        """The tensor that one of `tp` ranks sends."""
+        return TensorPlan(shape=local_shape(self.shape, self.layout, tp), dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,5 +115,26 @@ class StagePlan:
 
     @property
     def bare(self) -> "StagePlan":
-        """The stage without what a rank holds: what it runs."""
-        return replace(self, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
+        """The stage without what a rank holds, and of whole tensors: what it runs."""
+        stage = self.with_slices(None)
+        return replace(stage, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
+
+    def why_not_sliced(self, tp: int) -> str:
+        """Why `tp` ranks cannot send slices as the stage says; "" where they can, or send all whole."""
+        for one in self.sends:
+            if one.sliced is None:
+                continue
+            if len(self.sends) > 1:
+                return f"slices of one of {len(self.sends)} tensors: a stage that sends one alone may send slices of it"
+            if one.sliced >= len(one.shape):
+                return f"slices of dim {one.sliced} of {list(one.shape)}: expected 0 to {len(one.shape) - 1}"
+            if one.shape[one.sliced] % tp:
+                return f"dim {one.sliced} of {list(one.shape)} does not divide among {tp} tensor-parallel ranks"
+        return ""
+
+    def with_slices(self, dim: int | None) -> "StagePlan":
+        """The stage in which all that is received and sent crosses as slices of a dim, or whole."""
+        receives, sends = (
+            tuple(replace(one, sliced=dim) for one in tensors) for tensors in (self.receives, self.sends)
+        )
+        return replace(self, receives=receives, sends=sends)

@@ -14,9 +14,9 @@ from tpplan.core.graph import Direction
 from tpplan.experts.expert_share import Division
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
+from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.search.models.model_spec import takes_batch_alone
 from tpplan.stages.stage_model import without_values
-from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for

@@ -29,9 +29,9 @@ class Held:
     sharded_beside_bytes: float = 0.0
 
 
-def num_bytes(tensors: Sequence[TensorPlan]) -> int:
-    """Bytes of tensors between stages, for one micro-batch."""
-    return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
+def num_bytes(tensors: Sequence[TensorPlan], tp: int) -> int:
+    """Bytes of tensors between stages on one of `tp` ranks, for one micro-batch."""
+    return sum(math.prod(one.on_a_rank(tp).shape) * DTYPE_BYTES[one.dtype] for one in tensors)
 
 
 def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
@@ -40,23 +40,23 @@ def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
     return [max(sum(counts) for _, counts in kept_during(order, shape.parts)) for order in every]
 
 
-def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float) -> Held:
+def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int) -> Held:
     """A first assumption for a stage: each of its rank's stages keeps as much of a micro-batch, `in_flight` of them in
     all, and the others hold some bytes besides, which FSDP shards, and some which it does not."""
-    between = float(_between(stage, in_flight))
+    between = float(_between(stage, in_flight, tp))
     return Held(in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes)
 
 
-def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) -> list[Held]:
-    """For each stage the bytes that its rank holds while it runs, at the worst of its actions; `stages` say what each
-    keeps."""
+def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int, tp: int) -> list[Held]:
+    """For each stage the bytes that its rank, one of `tp`, holds while it runs, at the worst of its actions; `stages`
+    say what each keeps."""
     found: list[Held | None] = [None] * len(stages)
     most = [-1.0] * len(stages)
-    crossing = [(num_bytes(stage.receives), num_bytes(stage.sends)) for stage in stages]
+    crossing = [(num_bytes(stage.receives, tp), num_bytes(stage.sends, tp)) for stage in stages]
     for rank, (order, waiting) in enumerate(shape.received(micro_batches)):
         for (action, counts), early in zip(kept_during(order, shape.parts), waiting, strict=True):
             running = stages[action.stage]
-            beside = float(_between(running, counts[action.stage // shape.parts]))
+            beside = float(_between(running, counts[action.stage // shape.parts], tp))
             beside += sum(crossing[one.stage][0 if one.is_forward else 1] for one in early)
             for place, count in enumerate(counts):
                 other = place * shape.parts + rank
@@ -71,10 +71,10 @@ def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) 
     return [one for one in found if one is not None]
 
 
-def _between(stage: StagePlan, in_flight: int) -> float:
+def _between(stage: StagePlan, in_flight: int, tp: int) -> float:
     """Bytes of the tensors that the running stage received and sent, and of a gradient of what it sent; what the
     running micro-batch received is counted as an input of the stage."""
-    return (in_flight - 1) * num_bytes(stage.receives) + (in_flight + 1) * num_bytes(stage.sends)
+    return (in_flight - 1) * num_bytes(stage.receives, tp) + (in_flight + 1) * num_bytes(stage.sends, tp)
 
 
 def with_held(plan: Plan, now: Held) -> Plan:

@@ -8,7 +8,7 @@ makes a step shorter, and the stages of the best are proven.
 import math
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
@@ -107,8 +107,7 @@ class Search:
                 if batch.micro_batch in (None, size):
                     why = why_unscheduled(shape.schedule, shape.parts, shape.virtual_stages, share // size)
                     if not why:
-                        for once in (True,) if options.whole_gradients else (True, False):
-                            found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0, once=once))
+                        found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0))
         if not found:
             raise IndivisibleError(
                 f"{shape.option}: no tp degree of {own.gpus} GPUs a stage leaves {shape.parts} or more micro-batches "
@@ -147,19 +146,39 @@ class Search:
         for done, (_, own) in enumerate(groupby(every, key=attrgetter("tp"))):
             self._report("solve", done, len({degrees.tp for degrees in every}))
             of_tp = math.inf
-            for _, ways in groupby(own, key=attrgetter("micro_batch")):
-                found += (tried := [self.tried(degrees, sizes) for degrees in ways])
-                fastest_s, _ = min(tried)
-                if of_tp < fastest_s:
+            for degrees in own:
+                found.append(self._fastest(degrees, sizes))
+                if of_tp < found[-1][0]:
                     break
-                of_tp = fastest_s
-        seconds, best = min(found)
+                of_tp = found[-1][0]
+        seconds, best = min(found, key=itemgetter(0))
         if seconds == math.inf:
             raise InfeasibleError(
                 f"no plan of {self.shape.option} fits: the first stages keep the activations of several micro-batches. "
                 "Take fewer stages, a smaller micro-batch, or leave --recompute to be decided"
             )
         return seconds, best
+
+    def _fastest(self, degrees: Degrees, sizes: Sizes) -> tuple[float, Degrees]:
+        """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
+        a step; or, unless that is pinned, in this way of crossing for every micro-batch."""
+        ways = [replace(degrees, once=True, sliced=dim) for dim in self._dims_to_slice(degrees, sizes)]
+        best = min((self.tried(way, sizes) for way in ways), key=itemgetter(0))
+        if self.solver.options.whole_gradients:
+            return best
+        often = self.tried(replace(best[1], fsdp=degrees.fsdp, once=False), sizes)
+        return min(best, often, key=itemgetter(0))
+
+    def _dims_to_slice(self, degrees: Degrees, sizes: Sizes) -> list[int | None]:
+        """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is
+        the width of the layers."""
+        stages = self.solver.stages(self.shape, sizes, degrees.micro_batch)
+        crossing = [stage.sends for stage in stages[:-1]]
+        if degrees.tp == 1 or any(len(tensors) != 1 for tensors in crossing):
+            return [None]
+        shapes = {tensor.shape for (tensor,) in crossing}
+        dims = range(min(map(len, shapes)) - 1)
+        return [None, *(dim for dim in dims if all(shape[dim] % degrees.tp == 0 for shape in shapes))]
 
     def found(self, *, prove: bool) -> PipelinePlan:
         """The plan. Raises what `solve_stages` raises."""

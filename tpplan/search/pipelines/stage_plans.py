@@ -3,9 +3,11 @@
 Stages with as many layers are alike but for names: the first, the last, and the middle ones of each number of layers
 are solved, and stand for all. What a rank holds beside the stage that runs depends on its other stages, so that they
 are solved in rounds: at first each is taken for one of like stages; where a rank then holds more than its limit, the
-stages on it are solved again with as much less.
+stages on it are solved again with as much less. Where ranks of several stages have memory left, some of their stages
+take plans that keep more and run faster.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +21,8 @@ from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 MOST_ROUNDS = 5
 #: of what a rank holds too much, how much less its stages get: their activations shrink in steps of a layer
 _MARGIN = 1.05
+#: shares of its rank's micro-batches in flight that a stage is solved for to find faster plans that keep more
+_SHARES = (0.125, 0.25, 0.5, 0.75)
 
 #: what stages that are solved as one have in common: whether they are the first and the last, and their layers
 _Kind = tuple[bool, bool, int]
@@ -34,19 +38,22 @@ class AllStages:
     degrees: Degrees
     stages: Sequence[StagePlan]
     beside: dict[_Kind, Held] = field(default_factory=dict)
+    #: by its index what a stage assumes that is solved for more memory than its kind
+    apart: dict[int, Held] = field(default_factory=dict)
 
     @classmethod
     def of(cls, solver: StageSolver, shape: PipelineShape, sizes: Sizes, degrees: Degrees) -> "AllStages":
         """The stages, each taken for one of the like stages of a rank."""
-        stages = solver.stages(shape, sizes, degrees.micro_batch)
+        stages = [own.with_slices(degrees.sliced) for own in solver.stages(shape, sizes, degrees.micro_batch)]
         found = cls(solver=solver, shape=shape, sizes=sizes, degrees=degrees, stages=stages)
         steps = solver.batch.global_batch // (solver.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
         most = most_in_flight(shape, steps)
+        resting = {kind: solver.resting_bytes(stage, degrees) for kind, stage in found.firsts.items()}
         for stage in stages:
-            sharded, whole = (
-                (shape.virtual_stages - 1) * num_bytes for num_bytes in solver.resting_bytes(stage, degrees)
-            )
-            own = assumed(stage, most[stage.index % shape.parts], sharded, whole)
+            others = (other for other in stages[stage.index % shape.parts :: shape.parts] if other is not stage)
+            every = [resting[found.kind(other)] for other in others]
+            sharded, whole = (sum(one[i] for one in every) for i in range(2))
+            own = assumed(stage, most[stage.index % shape.parts], sharded, whole, degrees.tp)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
                 found.beside[found.kind(stage)] = own
@@ -56,9 +63,19 @@ class AllStages:
         """The key that stages share where one is solved for all of them."""
         return stage.index == 0, stage.index == stage.count - 1, self.sizes[stage.index]
 
+    @property
+    def firsts(self) -> dict[_Kind, StagePlan]:
+        """The first stage of each kind."""
+        return {self.kind(stage): stage for stage in reversed(self.stages)}
+
     def decided(self) -> Degrees | None:
-        """The degrees with the FSDP degree of the stage whose rank has most in flight; None where it does not fit."""
-        fullest = max(self.stages, key=lambda stage: self.beside[self.kind(stage)].in_flight)
+        """The degrees with the FSDP degree of the stage whose rank has most in flight, the largest of such; None where
+        it does not fit."""
+
+        def fullness(stage: StagePlan) -> tuple[int, float]:
+            return self.beside[self.kind(stage)].in_flight, sum(self.solver.resting_bytes(stage, self.degrees))
+
+        fullest = max(self.firsts.values(), key=fullness)
         return self.solver.decided(self.degrees, self.shape, fullest, self.beside[self.kind(fullest)])
 
     def plans(self) -> list[Plan] | None:
@@ -68,7 +85,7 @@ class AllStages:
             if plans is None:
                 return None
             if not self._lower(plans):
-                return plans
+                return self._hastened(plans) if self.shape.virtual_stages > 1 else plans
         return None
 
     def own_plans(self, *, prove: bool) -> list[Plan] | None:
@@ -77,7 +94,8 @@ class AllStages:
             return None
         found = []
         for stage in self.stages:
-            plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[self.kind(stage)], prove=prove)
+            assumed_beside = self.apart.get(stage.index, self.beside[self.kind(stage)])
+            plan = self.solver.solved(self.degrees, self.shape, stage, assumed_beside, prove=prove)
             if plan is None:
                 return None
             found.append(plan)
@@ -96,13 +114,46 @@ class AllStages:
                 own[kind] = plan
         return self._settled([own[self.kind(stage)] for stage in self.stages])
 
+    def _hastened(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans, and faster ones that keep more in their place where their ranks have memory for them: of each
+        rank one stage after the other, by the fastest plan that fits."""
+        self.apart.clear()
+        found, faster = (
+            list(plans),
+            {kind: self._faster(kind, plans[stage.index]) for kind, stage in self.firsts.items()},
+        )
+        for first in range(0, len(found), self.shape.parts):
+            turn = self.stages[first : first + self.shape.parts]
+            for rank in range(max(map(len, faster.values()))):
+                tried, taken = list(found), {}
+                for stage in turn:
+                    choices = faster[self.kind(stage)]
+                    if stage.index not in self.apart and rank < len(choices):
+                        tried[stage.index], taken[stage.index] = choices[rank][1], choices[rank][0]
+                settled = self._settled(tried)
+                for index, beside in taken.items():
+                    if all(excess_bytes(plan) <= 0 for plan in settled[index % self.shape.parts :: self.shape.parts]):
+                        found[index], self.apart[index] = tried[index], beside
+        return self._settled(found)
+
+    def _faster(self, kind: _Kind, plan: Plan) -> list[tuple[Held, Plan]]:
+        """Plans of a kind of stages that are faster than one, the fastest first, each with what it assumes."""
+        known, stage = self.beside[kind], self.firsts[kind]
+        found: dict[float, tuple[Held, Plan]] = {}
+        for share in _SHARES:
+            beside = replace(known, in_flight=max(1, math.ceil(share * known.in_flight)))
+            other = self.solver.tried(self.degrees, self.shape, stage, beside)
+            if other is not None and other.predicted.step_time_s < plan.predicted.step_time_s:
+                found.setdefault(other.predicted.step_time_s, (beside, other))
+        return [found[seconds] for seconds in sorted(found)]
+
     def _settled(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans with what their ranks hold while each runs."""
         kept = []
         for stage, plan in zip(self.stages, plans, strict=True):
             assert plan.stage is not None
             kept.append(replace(stage, kept_bytes=plan.stage.kept_bytes, resting_bytes=plan.stage.resting_bytes))
-        everything = held(kept, self.shape, plans[0].batch.accumulation_steps)
+        everything = held(kept, self.shape, plans[0].batch.accumulation_steps, self.degrees.tp)
         return [with_held(plan, own) for plan, own in zip(plans, everything, strict=True)]
 
     def _lower(self, plans: Sequence[Plan]) -> bool:

@@ -1,6 +1,8 @@
 """Traces a model, cuts it into stages, and solves each stage as a model of its own; keeps what it has solved."""
 
+import functools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +22,7 @@ from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference, written_buffers
-from tpplan.stages.cuts import Cut, cuts_of, stages_of
+from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +30,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
     """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch. With `once` FSDP gathers weights and
-    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch."""
+    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch. What crosses
+    between stages is cut along dim `sliced` over tp; None: it crosses whole."""
 
     tp: int
     micro_batch: int
     fsdp: int = 0
     once: bool = False
+    sliced: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,8 @@ class StageSolver:
         return TraceCache(self.request.subject, self.reuse).really_traced(micro_batch)
 
     def cuts(self, micro_batch: int, shape: PipelineShape) -> list[Cut]:
-        """The cuts after each layer but the last. Raises UsageError where too few are possible."""
+        """The cuts after each layer but the last; where there are more stages than layers, also those before the first
+        layer and after the last. Raises UsageError where too few are possible."""
         traced = self.whole(micro_batch)
         if traced.graph.loss is None:
             raise UsageError(
@@ -82,6 +87,9 @@ class StageSolver:
             self._cuts[micro_batch] = cuts_of(traced.graph, traced.units)
         every = self._cuts[micro_batch]
         possible = [cut for cut in every if not cut.why_not]
+        if len(every) < shape.count - 1:
+            first, last = end_cuts_of(traced.graph, traced.units)
+            possible = [*first, *possible, *last]
         if len(possible) < shape.count - 1:
             reasons = dict.fromkeys(f"after {cut.unit}: {cut.why_not}" for cut in every if cut.why_not)
             shown = "; ".join(list(reasons)[:3]) or f"it has {len(every) + 1 if every else 'no'} repeated layers"
@@ -185,7 +193,7 @@ class StageSolver:
         ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
         for stage in stages:
             subject = replace(
-                self.request.subject, stage=stage, loss=self.options.loss if stage.last is None else _stand_in
+                self.request.subject, stage=stage.bare, loss=self.options.loss if stage.last is None else _stand_in
             )
             graph = TraceCache(subject, self.reuse).really_traced(micro_batch).graph
             own = range(ends[stage.index], ends[stage.index + 1])
@@ -202,7 +210,7 @@ class StageSolver:
 
 def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
     """The loss of a stage that is not the last: gradients of all that it sends come back."""
-    return sum(tensor.sum() for tensor in outputs)
+    return functools.reduce(operator.add, (tensor.sum() for tensor in outputs))
 
 
 def _end(graph: ModelGraph, stage: StagePlan) -> int:

@@ -16,7 +16,6 @@ from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
 from tpplan.plan.plan import Plan
-from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Cluster
@@ -32,8 +31,7 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
     """Seconds of a step of these stages on all GPUs."""
     steps = plans[0].batch.accumulation_steps
     between = [
-        seconds_between(plan.stage, shape, cluster) if plan.stage is not None and plan.stage.sends else 0.0
-        for plan in plans
+        seconds_between(plan, shape, cluster) if plan.stage is not None and plan.stage.sends else 0.0 for plan in plans
     ]
     if shape.virtual_stages > 1:
         return _simulated(plans, between, shape)
@@ -63,13 +61,19 @@ def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineS
     )
 
 
-def seconds_between(stage: StagePlan, shape: PipelineShape, cluster: Cluster) -> float:
+def seconds_between(plan: Plan, shape: PipelineShape, cluster: Cluster) -> float:
     """Seconds of sending a stage's tensors to the next: of two ranks that gather as much from each other."""
+    stage = plan.stage
+    assert stage is not None
     own, per_node = cluster.gpus // shape.parts, cluster.gpus_per_node
     part = stage.index % shape.parts
     nodes = [other * own // per_node for other in (part, (part + 1) % shape.parts)]
     pair = GroupShape(ranks=2, ranks_per_node=2 if nodes[0] == nodes[1] else 1)
-    return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends)).seconds
+    return (
+        cluster.load_profile()
+        .collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, plan.mesh.tp))
+        .seconds
+    )
 
 
 def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:

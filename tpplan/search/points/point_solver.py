@@ -20,6 +20,7 @@ from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
+from tpplan.layouts.plan_entries import crossing_layouts
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Recompute
 from tpplan.search.models.subject import hashable
@@ -137,7 +138,9 @@ class PointSolver:
         """Everything that decisions and their costs depend on."""
         request = self.request
         machine = request.profile, request.cluster.gpus_per_node, request.cluster.gpus
-        ways = request.is_compiled, request.unused_outputs, hashable(request.wishes), request.pins
+        stage = request.stage
+        crossing = tuple(one.sliced for one in (*stage.receives, *stage.sends)) if stage is not None else ()
+        ways = request.is_compiled, request.unused_outputs, hashable(request.wishes), request.pins, crossing
         return self.traces.key(micro_batch), tp, machine, ways, self.cuts.of_degree(tp)
 
     def _price(self, micro_batch: int, tp: int) -> PricedSpace:
@@ -148,6 +151,7 @@ class PointSolver:
             unused_outputs=request.unused_outputs,
             cut=self.is_cut(micro_batch, tp),
             apart=self.pinned(micro_batch).pins_within,
+            crossing=crossing_layouts(self.traces.traced(micro_batch).graph, request.stage),
         )
         return price_space(
             space,

@@ -1,0 +1,112 @@
+"""Models in stages, solved on a made-up machine and run on real ranks, against one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_process import gradients, relative_errors
+from ranks import run_ranks
+from stage_models import (
+    LENGTH,
+    Vision,
+    images,
+    labelled,
+    loss,
+    own_loss,
+    text,
+    vision_loss,
+    with_own_loss,
+)
+from torch import Tensor, nn
+
+import tpplan
+from profiles import synthetic_profile
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Precision
+from tpplan.plan.proof_hash import why_unproven
+from tpplan.search.points.options import Options
+
+#: relative difference of gradients that rounding explains
+TOLERANCE = 2e-5
+MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")
+#: the same with slow links between nodes
+FAR = HardwareProfile.from_dict({**synthetic_profile(inter_bytes_per_s=1e6), "device_type": "cpu"}, origin="far")
+
+
+def solved(
+    build: Callable[[], nn.Module],
+    *,
+    stages: int,
+    gpus: int,
+    batch: int = 8,
+    virtual: int = 1,
+    prove: bool = True,
+    gpus_per_node: int | None = None,
+    machine: HardwareProfile = MACHINE,
+    **options: object,
+) -> PipelinePlan:
+    is_vision = build is Vision
+    losses = {Vision: vision_loss, with_own_loss: None}
+    own = {"loss": losses.get(build, loss), "precision": Precision.FP32, "recompute": "none", **options}
+    return tpplan.solve_stages(
+        build,
+        images if is_vision else labelled if build is with_own_loss else text,
+        stages=stages,
+        virtual_stages=virtual,
+        cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus_per_node or gpus, profile=machine),
+        global_batch=batch,
+        seq_len=1 if is_vision else LENGTH,
+        micro_batch=1,
+        options=Options(**own),  # type: ignore[arg-type]
+        prove=prove,
+    )
+
+
+def given(build: Callable[[], nn.Module], batch: int = 8) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    if build is Vision:
+        return images(batch)
+    return labelled(batch, LENGTH) if build is with_own_loss else text(batch, LENGTH)
+
+
+def loss_of(build: Callable[[], nn.Module]) -> Callable[[object, dict[str, Tensor]], Tensor]:
+    return {Vision: vision_loss, with_own_loss: own_loss}.get(build, loss)  # type: ignore[call-overload]
+
+
+def one_process(build: Callable[[], nn.Module]) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = build(), given(build)
+    value = loss_of(build)(model(**tpplan.forward_inputs(model, inputs)), inputs)
+    value.backward()
+    return value.item(), gradients(model)
+
+
+def on_ranks(build: Callable[[], nn.Module], plan: PipelinePlan) -> tuple[float, float, dict[str, Tensor]]:
+    """(loss of a step, loss without a backward, gradients of this rank's stage)."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(build(), plan)
+    share = plan.batch_for(dist.get_rank())
+    value = model.step(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
+    again = model.evaluate(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
+    return value.item(), again.item(), gradients(model)
+
+
+def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) -> None:
+    assert not any(map(why_unproven, plan.stages))
+    expected_loss, expected = run_ranks(1, one_process, build)[0]
+    results = run_ranks(plan.num_gpus, on_ranks, build, plan, timeout_s=120)
+    losses = {found[0] for found in results}
+    assert sum(found[0] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
+    assert sum(found[1] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
+    assert len(losses) <= plan.stages[0].mesh.data_parallel  # every stage is told the loss of its replica
+    everything: dict[str, Tensor] = {}
+    for number, (_, _, found) in enumerate(results):
+        if number % plan.ranks_per_stage == 0:
+            assert not everything.keys() & found.keys()
+        everything |= found
+    assert everything.keys() == expected.keys()
+    errors = relative_errors(everything, expected)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
