@@ -34,7 +34,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S
 from tpplan.core.mesh import Mesh
 from tpplan.layouts.typecheck import Mistyped, typecheck
-from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Plan, ProofStatus
+from tpplan.plan.plan import SHAPE, BoundaryPlan, CrossingPlan, Plan, ProofStatus
 from tpplan.plan.proof_hash import as_proven
 from tpplan.search import counterexamples
 from tpplan.trace.trace import trace
@@ -588,15 +588,17 @@ def test_the_loss_is_not_a_summand() -> None:
 
 
 def test_numbers_read_off_a_local_shape_are_the_other_half() -> None:
-    """Every layout is right where a module divides by the width it sees: that the proof's other half finds."""
+    """Every layout is right where a module divides by the width it sees: that the proof's other half finds, and the
+    module is told the width of one process."""
     build: Callable[[], nn.Module] = lambda: ProveModel(Scaled())  # noqa: E731
     graph = trace(build(), {"x": torch.randn(1, LENGTH, PROVE_DIM)})
     unproven = solve_prove(build, prove=False)
     assert unproven.proof.status is ProofStatus.UNPROVEN
     assert typecheck(graph, unproven) is None
+    assert not unproven.size_plans()
     proven = solve_prove(build)
     assert proven.proof.status is ProofStatus.PROVEN
-    assert any("the number" in cut for cut in proven.proof.cuts)
+    assert {size.call for sizes in proven.size_plans().values() for size in sizes} == {SHAPE}
 
 
 # ---- one entry changed at random

@@ -118,8 +118,8 @@ def test_long_sequences_keep_the_residual_on_slices(tmp_path: Path) -> None:
 
 
 class Counted(nn.Module):
-    """Two projections up, of which the code counts the widths that it sees: right where either is cut, and another
-    function where both are."""
+    """Two projections up, of which the code counts the elements that it sees: right where either is cut, and another
+    function where both are. Code may be told a shape as in one process, but no number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = self.left(x), self.right(x)
-        factor = 3.0 if a.shape[-1] + b.shape[-1] > HIDDEN * 3 // 4 else 1.0
+        factor = 3.0 if a.numel() + b.numel() > x.shape[1] * HIDDEN * 3 // 4 else 1.0
         return (self.left_down(a.relu()) + self.right_down(b.relu())) * factor
 
 
