@@ -154,8 +154,9 @@ class Search:
         seconds, best = min(found, key=itemgetter(0))
         if seconds == math.inf:
             raise InfeasibleError(
-                f"no plan of {self.shape.option} fits: the first stages keep the activations of several micro-batches. "
-                "Take fewer stages, a smaller micro-batch, or leave --recompute to be decided"
+                f"no plan of {self.shape.option} fits{self.solver.last_miss}. The first stages keep the activations "
+                "of several micro-batches: take another number of stages, a smaller micro-batch, more GPUs or memory, "
+                "or leave --recompute to be decided"
             )
         return seconds, best
 
