@@ -52,8 +52,8 @@ class StageSolver:
     reuse: Reuse = field(default_factory=Reuse)
     _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
     _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
-    #: why the last stage that has no plan has none, as the end of a sentence; empty where every stage has one
-    last_miss: str = ""
+    #: why stages have no plan, in words, the last one last
+    misses: list[str] = field(default_factory=list)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
 
     # The whole model
@@ -185,7 +185,7 @@ class StageSolver:
             return solve_request(replace(request, is_explained=is_explained), options, self.reuse, prove=prove)
         except InfeasibleError as error:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
-            self.last_miss = f": at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}"
+            self.misses.append(f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}")
             return None
 
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
