@@ -1,6 +1,7 @@
 """Values that a module's own code sees: of its ops, at its boundary, and at the boundaries of modules it calls."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op
 from tpplan.core.layout import Layout
@@ -9,7 +10,7 @@ from tpplan.layouts.rules import Strategy
 
 def parent(graph: ModelGraph, module: str) -> str:
     """The nearest enclosing module that runs code of its own (containers do not)."""
-    running = {boundary.module for boundary in graph.boundaries}
+    running = graph.once(parent, lambda: frozenset(boundary.module for boundary in graph.boundaries))
     found = module
     while found:
         found = found.rpartition(".")[0]
@@ -18,14 +19,21 @@ def parent(graph: ModelGraph, module: str) -> str:
     return found
 
 
-def given_nodes(graph: ModelGraph, module: str) -> Iterator[Op | Boundary]:
-    """Yields nodes that give values to a module's own code: its ops, its boundaries, and outputs of its children and of
+def given_nodes(graph: ModelGraph, module: str) -> Sequence[Op | Boundary]:
+    """The nodes that give values to a module's own code: its ops, its boundaries, and outputs of its children and of
     other modules that it calls, such as a child's embedding."""
-    callers = graph.once(_callers, lambda: _callers(graph))
+    return graph.once(given_nodes, lambda: _given_nodes(graph)).get(module, ())
+
+
+def _given_nodes(graph: ModelGraph) -> Mapping[str, Sequence[Op | Boundary]]:
+    """The nodes by the module to whose own code they give values, in the order of the graph."""
+    callers, found = _callers(graph), defaultdict[str, list[Op | Boundary]](list)
     for node in graph.nodes:
         leaves = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
-        if node.module == module or (leaves and module in (parent(graph, node.module), callers[node.name])):
-            yield node
+        around = {parent(graph, node.module), callers[node.name]} if leaves else set()
+        for module in {node.module} | around:
+            found[module].append(node)
+    return found
 
 
 def _callers(graph: ModelGraph) -> Mapping[str, str]:
