@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from assignments import check_tied
+from assignments import check_tied, untied
 from examples import example, machine
 from torch import Tensor, nn
 
@@ -40,23 +40,28 @@ def llama() -> ModelGraph:
         return trace(model, module.example_inputs(2, 32), loss=module.loss)
 
 
-def assigned(graph: ModelGraph, seed: int, *, is_apart: bool) -> Assignment:
-    """What suits random prices of strategies and treatments; with `is_apart` layers have layouts of their own."""
-    rng, profile = random.Random(seed), machine()
+def formulated_freely(graph: ModelGraph, layers: tuple[str, ...], *, is_apart: bool) -> Formulation:
+    """The ILP without a limit on memory; with `is_apart` layers have layouts of their own."""
+    profile = machine()
     apart = (lambda name: name) if is_apart else None
     space = build_space(graph, MESH.tp, unused_outputs=frozenset({"output"}), apart=apart)
     setting = Setting(
         profile=profile,
         gpus_per_node=4,
         memory_limit_bytes=1e15,
-        units=LAYERS,
+        units=layers,
         precision=Precision.FP32,
         optimizer="adamw",
         accumulation_steps=2,
         recompute=None,
         reshard_after_forward=None,
     )
-    formulation = Formulation(priced=price_space(space, profile, 4, EXECUTOR), mesh=MESH, setting=setting)
+    return Formulation(priced=price_space(space, profile, 4, EXECUTOR), mesh=MESH, setting=setting)
+
+
+def assigned(graph: ModelGraph, seed: int, *, is_apart: bool) -> Assignment:
+    """What suits random prices of strategies and treatments."""
+    rng, formulation = random.Random(seed), formulated_freely(graph, LAYERS, is_apart=is_apart)
     prices = (
         Term(name=n.name, expressions=(Expression(terms=((n.name, tuple(rng.random() for _ in n.strategies)),)),))
         for n in formulation.problem.nodes
@@ -87,25 +92,37 @@ def test_layers_of_unlike_layouts_are_not_one(llama: ModelGraph) -> None:
         assert apart.strategies[name] == apart.strategies[representative]
 
 
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1)
+
+
+class Flattened(nn.Module):
+    """Three layers, the first of which is given a tensor in another order in memory: its reshape copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Flat() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        inputs = scaled.transpose(0, 1), scaled, scaled
+        return sum(layer(own).sum() for layer, own in zip(self.layers, inputs, strict=True))
+
+
 def test_a_reshape_that_copies_is_not_like_one_that_makes_a_view() -> None:
-    class Flat(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.reshape(16)
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Flat() for _ in range(3))
-            self.scale = nn.Parameter(torch.ones(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            scaled = x * self.scale
-            inputs = scaled.t(), scaled, scaled
-            return sum(layer(own).sum() for layer, own in zip(self.layers, inputs, strict=True))
-
-    graph = trace(Both(), {"x": torch.ones(4, 4)})
+    graph = trace(Flattened(), {"x": torch.ones(4, 4)})
     assert [block.indices for block in graph.blocks] == [(0, 1, 2)]
     copy, view, other = (op.name for op in graph.ops if op.target == "aten.reshape.default")
-    like = like_ops(graph)
-    assert (like[copy], like[view], like[other]) == (copy, view, view)
-    assert [op.name for op in unlike_ops(graph)] == [op.name for op in graph.ops if like[op.name] == op.name]
+    for like in (like_ops(graph), classes_of(graph)[0]):
+        assert (like[copy], like[view], like[other]) == (copy, view, view)
+    assert [op.name for op in unlike_ops(graph)] == [op.name for op in graph.ops if like_ops(graph)[op.name] == op.name]
+
+
+def test_a_choice_costs_what_its_assignment_does_where_one_layer_copies_what_others_view() -> None:
+    graph = trace(Flattened(), {"x": torch.ones(4, 4)})
+    formulation = formulated_freely(graph, (), is_apart=False)
+    choice = solvers.solve(formulation.problem).choice
+    assert choice is not None
+    untied(formulation, choice)

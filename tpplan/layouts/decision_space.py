@@ -4,7 +4,7 @@ Every op, every boundary and every reading (of a parameter, or of a buffer that 
 its strategies are tuples of layouts. A flow carries a value from one decision to another, and both ends must
 name the same layout. Corresponding nodes of repeated blocks share one decision (a *class*), represented by the first
 block's node. Where different classes flow into a boundary it has its own class, so that the first block may convert
-what the others need not.
+what the others need not; an op that makes a view in one block and a copy in another has two, which cost differently.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from typing import TypeVar
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Layout
-from tpplan.core.repeated_blocks import members
+from tpplan.core.repeated_blocks import like_ops, members
 from tpplan.layouts.readings import Reading, reading_name, sources_read
 from tpplan.layouts.rules import Strategy
 
@@ -200,11 +200,12 @@ def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapp
         node = graph.producers.get(value)
         return classes[node.name] if node is not None else ""
 
+    like = like_ops(graph)
     for name, decider in deciders.items():
         node = decider.op if isinstance(decider, Reading) else decider
         key: object = name
         if node.name in position:
-            inflow = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else ()
-            key = (position[node.name], decider.position if isinstance(decider, Reading) else None, inflow)
+            apart = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else like[node.name]
+            key = (position[node.name], decider.position if isinstance(decider, Reading) else None, apart)
         classes[name] = representatives.setdefault(key, name)
     return classes
