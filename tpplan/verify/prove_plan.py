@@ -27,7 +27,7 @@ from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.plan.model_fingerprint import parameters_fingerprint
 from tpplan.plan.optimizers import optimizer_named
-from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan
+from tpplan.plan.plan import CollectivePlan, Fingerprints, OtherShapes, Plan
 from tpplan.plan.proof_hash import as_proven
 from tpplan.prove.structure import find_difference
 from tpplan.search.build_plan import input_shapes
@@ -243,11 +243,17 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
 
 
 def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced, assignment: Assignment) -> Iterator[str]:
-    """Yields other batches and lengths that the plan is said to hold for, where they are not those of its proof."""
+    """Yields other batches and lengths that the plan is said to hold for, where they are not those of its proof. Why
+    there are none may be seen at another size than when the plan was solved."""
     if plan.proof.other_shapes is None:
         return
-    if (found := other_shapes(traces, plan, traced, assignment)) != plan.proof.other_shapes:
+    found = other_shapes(traces, plan, traced, assignment)
+    if found is None or _without_reasons(found) != _without_reasons(plan.proof.other_shapes):
         yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
+
+
+def _without_reasons(shapes: OtherShapes) -> OtherShapes:
+    return replace(shapes, batch=replace(shapes.batch, reason=None), length=replace(shapes.length, reason=None))
 
 
 def _keys(plan: Plan) -> Iterator[Issued]:
