@@ -455,3 +455,23 @@ def test_a_plan_that_was_edited_to_hold_for_more_is_refused() -> None:
     edited = replace(plan, proof=replace(plan.proof, other_shapes=replace(shapes, length=Multiples(multiple=1))))
     with pytest.raises(VerificationError, match=r"proof.other_shapes: the plan says .*length=Multiples\(multiple=1"):
         tpplan.prove_plan(edited, Table, inputs)
+
+
+def test_a_plan_may_hold_for_fewer_shapes_than_a_proof_shows_for_any_reason() -> None:
+    """As where solving saw at another size that a call may be taken for another one."""
+    plan = solve(Heads, allows=slices(2))
+    shapes = plan.proof.other_shapes
+    assert shapes is not None
+    fewer = replace(shapes, batch=Multiples(multiple=6), length=Multiples(reason="at length 9: two calls look alike"))
+    edited = replace(plan, proof=replace(plan.proof, other_shapes=fewer))
+    assert tpplan.prove_plan(edited, Heads, inputs).plan.proof.other_shapes == fewer
+
+
+@pytest.mark.parametrize("length", [Multiples(multiple=2), Multiples(multiple=3)])
+def test_a_plan_of_no_other_length_claims_none(length: Multiples) -> None:
+    plan = solve(Table, allows=slices(1, has_parts=True))
+    shapes = plan.proof.other_shapes
+    assert shapes is not None
+    edited = replace(plan, proof=replace(plan.proof, other_shapes=replace(shapes, length=length)))
+    with pytest.raises(VerificationError, match=r"proof\.other_shapes: the plan says"):
+        tpplan.prove_plan(edited, Table, inputs)

@@ -106,6 +106,21 @@ def test_where_nothing_fits_the_error_says_what_is_missing() -> None:
         found(1e4)
 
 
+def test_where_no_stages_fit_the_error_names_one_of_them() -> None:
+    with pytest.raises(InfeasibleError, match=r"no plan of --pp 2 fits: at tp \d and micro-batch 1 .* stage [01] fits"):
+        tpplan.solve_stages(
+            Stack,
+            text,
+            stages=2,
+            cluster=CLUSTER,
+            global_batch=BATCH,
+            seq_len=LENGTH,
+            micro_batch=1,
+            options=options(1e4),
+            prove=False,
+        )
+
+
 @pytest.mark.parametrize("parts", ["1", "auto"])
 def test_stages_on_a_gpu_need_a_number_of_stages(capsys: pytest.CaptureFixture[str], parts: str) -> None:
     arguments = ["--gpus", "4", "--profile", "h100-sxm", "--global-batch", "8", "--seq-len", "16"]

@@ -153,7 +153,7 @@ class Search:
                 of_tp = found[-1][0]
         seconds, best = min(found, key=itemgetter(0))
         if seconds == math.inf:
-            missed = "".join(f": {miss}" for miss in self.solver.misses[-1:])
+            missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
             raise InfeasibleError(
                 f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations "
                 "of several micro-batches: take another number of stages, a smaller micro-batch, more GPUs or memory, "

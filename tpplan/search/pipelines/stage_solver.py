@@ -52,8 +52,8 @@ class StageSolver:
     reuse: Reuse = field(default_factory=Reuse)
     _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
     _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
-    #: why stages have no plan, in words, the last one last
-    misses: list[str] = field(default_factory=list)
+    #: by pipeline: why the last of its stages without a plan has none, in words
+    misses: dict[PipelineShape, str] = field(default_factory=dict)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
 
     # The whole model
@@ -185,7 +185,7 @@ class StageSolver:
             return solve_request(replace(request, is_explained=is_explained), options, self.reuse, prove=prove)
         except InfeasibleError as error:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
-            self.misses.append(f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}")
+            self.misses[shape] = f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}"
             return None
 
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
