@@ -118,19 +118,19 @@ TOY = Size(
 # --- the profile ---------------------------------------------------------------------------------------------------
 
 
-def measure_profile(size: Size, device: torch.device) -> HardwareProfile:
+def measure_profile(size: Size, device: torch.device, budget_s: float) -> HardwareProfile:
     """What the device does alone, in the dtype that the plans compute in."""
     grid = default_grid(device.type)
     if size is TOY:
         grid = dataclasses.replace(grid, matmul_batches=(1,), matmul_sizes=(16, 64, 128), attention=grid.attention[:1])
-    compute = measure_compute(device, dtypes=[size.dtype], budget_s=size.compute_budget_s, grid=grid, progress=announce)
+    compute = measure_compute(device, dtypes=[size.dtype], budget_s=budget_s, grid=grid, progress=announce)
     return make_profile(
         name=f"gpu-script-{device.type}",
         device=device,
         compute=compute,
         collectives=(),
         gpus_per_node=1,
-        notes=[f"by scripts/gpu/gpu.py in about {size.compute_budget_s:.0f} s, {size.dtype} alone"],
+        notes=[f"by scripts/gpu/gpu.py in about {budget_s:.0f} s, {size.dtype} alone"],
     )
 
 
@@ -182,8 +182,8 @@ def run(plan: Plan, size: Size, device: torch.device) -> Measured:
             else tracked_peak(step, (*held_by(model), *inputs.values()))
         )
         steps_s = [elapsed(step, device) for _ in range(size.timed_steps)]
-        kernels_s = kernel_seconds(step) if device.type == "cuda" else None
-    return Measured(steps_s=tuple(steps_s), kernels_s=kernels_s, peak_bytes=peak_bytes - bytes_before)
+        kernels = kernels_of(step) if device.type == "cuda" else {}
+    return Measured(steps_s=tuple(steps_s), kernels=kernels, peak_bytes=peak_bytes - bytes_before)
 
 
 def fill_weights(model: nn.Module) -> None:
@@ -274,13 +274,15 @@ class Tracker(TorchDispatchMode):
         return result
 
 
-def kernel_seconds(step: Callable[[], None]) -> float | None:
-    """Seconds that kernels of a step ran: less than the step where the CPU cannot issue them in time."""
+def kernels_of(step: Callable[[], None]) -> dict[str, tuple[int, float]]:
+    """Launches and seconds in all of each kernel of a step, the longest first. Their sum is less than the step where
+    the CPU cannot issue them in time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    microseconds = sum(event.self_device_time_total for event in profiler.key_averages())
-    return microseconds * 1e-6 if microseconds else None
+    ran = [event for event in profiler.key_averages() if event.self_device_time_total]
+    ran.sort(key=lambda event: -event.self_device_time_total)
+    return {event.key: (event.count, event.self_device_time_total * 1e-6) for event in ran}
 
 
 # --- the plans -----------------------------------------------------------------------------------------------------
@@ -336,6 +338,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where profile, plans and results go")
     parser.add_argument("--profile", help="a profile's name or file instead of measuring one")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="for measuring the profile's compute (default: 240)"
+    )
     parser.add_argument("--plans", nargs="+", default=(), metavar="NAME", help="some of the plans (default: all)")
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     return parser.parse_args()
@@ -345,18 +350,21 @@ def main() -> int:
     """Measure, price, run, compare, write."""
     arguments = parse()
     size, device = (TOY, torch.device("cpu")) if arguments.toy else (FULL, torch.device("cuda", 0))
+    budget_s = arguments.budget or size.compute_budget_s
     try:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("no GPU in sight: --toy runs the same at toy size on the CPU")
         chosen = plans(size, arguments.plans)
-        compare(arguments.out, arguments.profile, chosen, size, device)
+        compare(arguments.out, arguments.profile, chosen, size, device, budget_s)
     except TpplanError as error:
         print(f"gpu: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def compare(out: Path, profile_name: str | None, chosen: Mapping[str, Plan], size: Size, device: torch.device) -> None:
+def compare(
+    out: Path, profile_name: str | None, chosen: Mapping[str, Plan], size: Size, device: torch.device, budget_s: float
+) -> None:
     """All of it, with the files written as soon as they are known."""
     start = time.perf_counter()
     (out / "plans").mkdir(parents=True, exist_ok=True)
@@ -364,7 +372,7 @@ def compare(out: Path, profile_name: str | None, chosen: Mapping[str, Plan], siz
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    profile = load_profile(profile_name) if profile_name else measure_profile(size, device)
+    profile = load_profile(profile_name) if profile_name else measure_profile(size, device, budget_s)
     write_json(out / "profile.json", profile.to_dict())
     machine = with_fake_collectives(profile, size, device)
     make_workspaces(size, device)

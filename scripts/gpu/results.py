@@ -1,7 +1,7 @@
 """What scripts/gpu/gpu.py found: a row a plan, predicted beside measured, their errors, the bars they are held to."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -29,12 +29,17 @@ def splits_sequence(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of each timed step, those in which a kernel of a step ran (None: the device cannot tell), and the most
-    bytes that were allocated, without what lay on the device before."""
+    """Seconds of each timed step; launches and seconds of a step's kernels by name (empty: the device cannot tell); the
+    most bytes that were allocated, without what lay on the device before."""
 
     steps_s: tuple[float, ...]
-    kernels_s: float | None
+    kernels: Mapping[str, tuple[int, float]]
     peak_bytes: int
+
+    @property
+    def kernels_s(self) -> float | None:
+        """Seconds of a step in which a kernel ran."""
+        return sum(seconds for _, seconds in self.kernels.values()) if self.kernels else None
 
     @property
     def step_s(self) -> float:
@@ -85,6 +90,7 @@ class Row:
             "measured_steps_s": self.measured.steps_s,
             "measured_spread": self.measured.spread,
             "measured_kernels_s": self.measured.kernels_s,
+            "measured_kernels": dict(self.measured.kernels),
             "time_relative_error": self.time_error,
             "predicted_bytes": self.plan.predicted.peak_memory_bytes,
             "predicted_bytes_by_part": dict(self.plan.predicted.memory_bytes),

@@ -175,7 +175,7 @@ def test_bars(times: tuple[float, ...], memory: tuple[float, ...], kept: tuple[b
         predicted = dataclasses.replace(
             plan.predicted, step_time_s=time_ratio + 7.0, time_s=time_s, peak_memory_bytes=1000.0 * memory_ratio
         )
-        measured = results.Measured(steps_s=(0.5, 1.0, 2.0), kernels_s=0.9, peak_bytes=1000)
+        measured = results.Measured(steps_s=(0.5, 1.0, 2.0), kernels={"gemm": (3, 0.9)}, peak_bytes=1000)
         rows.append(results.Row(name=str(i), plan=dataclasses.replace(plan, predicted=predicted), measured=measured))
     summary = results.Summary.of(rows)
     assert (summary.keeps_time_bar, summary.keeps_memory_bar) == kept
