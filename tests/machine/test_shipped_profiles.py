@@ -35,6 +35,8 @@ LIKE = {
     "h100-96gb-hbm2e": "h100-sxm",
     "h200-sxm": "h100-sxm",
 }
+#: measured on one GPU by scripts/gpu/gpu.py, with the published profile of the same part
+ONE_GPU = {"h100-sxm-1gpu": "h100-sxm", "h200-sxm-1gpu": "h200-sxm"}
 LARGE_BYTES = 2**28
 #: four significant digits
 ROUNDING = 1e-3
@@ -59,8 +61,20 @@ def square(profile: HardwareProfile, size: int, dtype: str = "bfloat16") -> floa
 
 def test_every_file_is_tested_here() -> None:
     found = {path.stem for path in (REPOSITORY / "profiles").glob("*.json")}
-    assert set(NAMES) <= found
-    assert all(shipped(name).name == name for name in NAMES)
+    assert found == {*NAMES, *ONE_GPU, "cpu-gloo"}
+    assert all(shipped(name).name == name for name in found)
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_what_one_gpu_measured_is_near_what_others_published_of_it(name: str) -> None:
+    own, published = shipped(name), shipped(ONE_GPU[name])
+    assert own.software and {"torch", "cuda", "driver"} <= set(own.software)
+    assert own.issue_s and own.attention_tables and own.memory_bound_table and not own.collectives
+    for size in (1024, 2048, 4096, 8192):
+        assert square(own, size) == pytest.approx(square(published, size), rel=0.35), size
+    for num_bytes in (2**28, 2**31):
+        times = [profile.memory_bound(num_bytes=num_bytes).seconds for profile in (own, published)]
+        assert times[0] == pytest.approx(times[1], rel=0.1), num_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
