@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_scripts import SCRIPTS, gpu, make_plans, results
+from gpu_scripts import SCRIPTS, gpu, kernels, make_plans, results
 from torch import nn
 
 from tpplan.machine.profile import load_profile
@@ -206,3 +206,20 @@ def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest
         tracked = gpu.tracked_peak(step, (*gpu.held_by(model), tokens))
     low, high = results.MEMORY_BAR
     assert low <= priced.predicted.peak_memory_bytes / tracked - 1 <= high
+
+
+def test_single_kernels_are_priced_and_timed_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a profile on which every byte takes so long, the ratio of two cases is that of their bytes."""
+    monkeypatch.setattr(kernels, "WINDOW_S", 1e-3)
+    profile = load_profile("cpu-gloo")
+    cases = {case.name: case for case in kernels.cases(CPU, toy=True)}
+    assert not any("grouped" in name for name in cases)  # a kernel of GPUs
+    rows = {name: list(kernels.rows_of(cases[name], profile, CPU)) for name in ("silu(a) * b", "conv 1x1")}
+    for name, (forward, backward) in rows.items():
+        assert (forward.name, forward.direction, backward.direction) == (name, "forward", "backward")
+        assert forward.measured_s > 0
+        assert backward.measured_s > 0
+        assert forward.ratio == forward.predicted_s / forward.measured_s
+    one_product = kernels.kernel_time(profile, kernels.Matmul(m=2 * 64, n=8, k=8, batch=1, dtype="float32"))
+    assert rows["conv 1x1"][0].predicted_s == pytest.approx(one_product.seconds)
+    assert rows["conv 1x1"][1].predicted_s > rows["conv 1x1"][0].predicted_s
