@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples import eager_to_shard, example, machine, solve_example
+import torch.nn.functional as F
+from examples import eager_to_shard, example, machine, solve_eagerly, solve_example
 from gpu_scripts import gpu
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,6 +26,7 @@ from tpplan.costs.prediction.memory_ledger import Peak
 from tpplan.machine.profile import Estimate, HardwareProfile
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import Compile, Pass, Plan, Recompute, WorkKind
+from tpplan.torch_internals.groups import fake_group
 
 #: bytes of a loss and of its gradient, which a plan's prediction leaves out
 SCALARS = 16
@@ -240,6 +242,56 @@ def test_collectives_that_run_again_are_listed(gpt: Plan, mode: Recompute) -> No
     with applied("gpt", priced) as (_, step), Sent() as sent:
         step()
     assert sent.counts == listed
+
+
+class FusedBlock(nn.Module):
+    """Its first product's columns are two halves, so that ranks exchange rows of the weight at each reading."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 8 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class Fused(nn.Module):
+    def __init__(self, dim: int = 32, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(dim, dim), nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(FusedBlock(dim) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("mode", list(Recompute))
+def test_a_weight_whose_parts_ranks_exchange_is_exchanged_again_unless_that_is_kept(mode: Recompute) -> None:
+    def inputs(batch: int, seq_len: int) -> dict[str, torch.Tensor]:
+        return {"ids": torch.zeros(batch, seq_len, dtype=torch.long)}
+
+    def loss(output: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(output.flatten(0, 1), inputs["ids"].flatten())
+
+    # Neither a batch of 1 nor an odd length is divided: columns are.
+    plan = solve_eagerly(Fused, inputs, batch=1, seq_len=511, loss=loss, recompute=mode, prove=False)
+    read = plan.parameters["layers.*.up.weight"].reads["layers.*.up"]
+    assert str(read) == "S(0; 128, 128)"
+    exchanges = {
+        during: sum(c.count for c in plan.collectives if c.kind == "all_to_all" and c.during is during)
+        for during in (Pass.FORWARD, Pass.BACKWARD)
+    }
+    each = 3  # a layer: its bias rests whole
+    assert exchanges == {Pass.FORWARD: each, Pass.BACKWARD: each * (2 if mode is Recompute.FULL else 1)}
+    with fake_group(2):
+        model, batch = tpplan.apply_plan(Fused(), plan), inputs(1, 511)
+        with Sent() as sent:
+            loss(model(**batch), batch).backward()
+    assert sent.counts["all_to_all"] == sum(exchanges.values())
 
 
 def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:

@@ -139,10 +139,10 @@ class Lifetimes:
         """The decisions of a call whose forward runs again, readings of weights included."""
         stop = self.stop(run)
         for i in range(run.positions.start, stop + 1):
+            name = self.nodes[i].name
+            yield from readings.get(name, ())  # code reads a weight again though the product of it is kept
             if self.is_held(i):
                 continue
-            name = self.nodes[i].name
-            yield from readings.get(name, ())
             if i < stop or self.executions[i].saves_results or self.executions[i].saved_bytes:
                 yield name
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
-from tpplan.core.graph import Boundary, Op, Source
+from tpplan.core.graph import Source
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
@@ -18,9 +18,10 @@ from tpplan.costs.prediction.weights import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import classes_of
 from tpplan.layouts.layer_treatments import FsdpUnit
+from tpplan.layouts.readings import Reading
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
-from tpplan.plan.plan import CollectivePlan, Pass
+from tpplan.plan.plan import CollectivePlan, Pass, WorkKind
 
 #: the dtype in which FSDP gathers parameters of several dtypes
 BYTES = "uint8"
@@ -80,11 +81,11 @@ def _repeats(lifetimes: Lifetimes, transfers: Mapping[str, tuple[Transfer, ...]]
     """Forward collectives that recomputed modules run again in backward."""
     found: _Counts = Counter()
     assignment = lifetimes.assignment
-    for _, names in lifetimes.run_again():
+    for run, names in lifetimes.run_again():
         for name in names:
             decider = assignment.deciders[name]
-            if not isinstance(decider, Op | Boundary):
-                continue
+            if isinstance(decider, Reading) and WorkKind.SUM in run.mode.keeps:
+                continue  # an exchange of a weight's parts is kept like a sum (tpplan.apply.recompute)
             for transfer in transfers.get(name, ()):
                 if transfer.during is Pass.FORWARD:
                     where = _where(assignment, decider.module)

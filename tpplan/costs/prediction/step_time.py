@@ -26,7 +26,7 @@ from tpplan.costs.runs.kernels import flop_of
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
-from tpplan.costs.strategy_times import StrategyTime
+from tpplan.costs.strategy_times import StrategyTime, Work
 from tpplan.costs.tied_space import tied_space
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import OPAQUE, has_rule
@@ -231,19 +231,20 @@ def rerun(
 ) -> Rerun:
     """The time of recomputing those of the recomputed modules that are in `modules`. `times` are by decision; `issue_s`
     are seconds that the CPU takes to issue a kernel, None where nothing waits for it."""
-    calls = [[times[name] for name in names] for run, names in lifetimes.run_again() if run.module in modules]
-    every = [time for call in calls for time in call]
+    runs = [(run, names) for run, names in lifetimes.run_again() if run.module in modules]
+    calls = [[times[name].again[run.mode] for name in names] for run, names in runs]
+    every = [work for call in calls for work in call]
     return Rerun(
-        compute=sum((time.forward for time in every), Estimate.zero()),
-        collectives=sum((time.forward_collectives for time in every), Estimate.zero()),
+        compute=sum((work.compute for work in every), Estimate.zero()),
+        collectives=sum((work.collectives for work in every), Estimate.zero()),
         waited_s=sum(_waited_s(call, issue_s) for call in calls),
     )
 
 
-def _waited_s(times: list[StrategyTime], issue_s: float | None) -> float:
+def _waited_s(works: list[Work], issue_s: float | None) -> float:
     """Seconds that issuing a call's kernels takes longer than running them; 0 where it does not."""
-    running_s = sum((time.forward + time.forward_collectives).seconds for time in times)
-    return 0.0 if issue_s is None else max(0.0, issue_s * sum(time.forward_kernels for time in times) - running_s)
+    running_s = sum((work.compute + work.collectives).seconds for work in works)
+    return 0.0 if issue_s is None else max(0.0, issue_s * sum(work.kernels for work in works) - running_s)
 
 
 def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, bool]:
