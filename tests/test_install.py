@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = sorted(path.name for path in (ROOT / "profiles").glob("*.json"))
+SHIPPED = sorted(path.stem for path in (ROOT / "profiles").glob("*.json"))
 
 
 def run(command: list[str], **variables: str) -> None:
@@ -44,7 +44,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_data_files(installed: Path) -> None:
-    assert sorted(path.name for path in (installed / "tpplan" / "profiles").glob("*.json")) == SHIPPED
+    assert sorted(path.stem for path in (installed / "tpplan" / "profiles").glob("*.json")) == SHIPPED
     assert (installed / "tpplan" / "plan" / "plan.schema.json").is_file()
     assert (installed / "tpplan" / "py.typed").is_file()
 
@@ -99,4 +99,4 @@ def test_installed_package_finds_profiles_from_any_folder(installed: Path, tmp_p
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(installed / "tpplan" / "__init__.py"), *(Path(name).stem for name in SHIPPED)]
+    assert done.stdout.split() == [str(installed / "tpplan" / "__init__.py"), *SHIPPED]
