@@ -4,7 +4,8 @@
     python scripts/gpu/kernels.py --profile cpu-gloo --toy                                     on a CPU
 
 A profile times matmuls, attention and copies; every other kernel is priced by the bytes that it reads and writes, a
-grouped product as one product of all its rows. The table shows where that is wrong. A ratio is predicted / measured.
+grouped product as one product of all its rows and the moving of its other matrices. The table shows where that is
+wrong. A ratio is predicted / measured.
 """
 
 import argparse
@@ -196,7 +197,8 @@ def grouped_products(device: torch.device, *, toy: bool) -> Iterator[Case]:
         for how in ("even", "uneven") if experts > 1 else ("even",):
             share = torch.ones(experts) if how == "even" else torch.randn(experts).mul(0.5).exp()
             ends = (share.cumsum(0) / share.sum() * rows).round().to(torch.int32).to(device)
-            product = Matmul(m=rows, n=hidden, k=model_dim, batch=1, dtype="bfloat16")
+            further_bytes = (experts - 1) * model_dim * hidden * 2
+            product = Matmul(m=rows, n=hidden, k=model_dim, batch=1, dtype="bfloat16", further_bytes=further_bytes)
             yield Case(
                 name=f"grouped {name}, {how}",
                 work=lambda x, w, ends: torch._grouped_mm(x, w, offs=ends),

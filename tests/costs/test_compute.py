@@ -1,6 +1,7 @@
 """Kernels that running an op on meta tensors shows, against torch's own count of FLOP."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import tpplan
 from profiles import full_profile
 from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import R
+from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.runs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.runs.execution import Execution
+from tpplan.costs.runs.kernels import Attention, Kernel, KernelLog, Matmul, MemoryBound, kernel_time
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import AttentionSizes, HardwareProfile
 from tpplan.plan.plan import Plan
@@ -90,6 +93,53 @@ def test_attention_is_priced_by_its_table() -> None:
     sizes = AttentionSizes(batch_heads=16, queries=1024, keys=1024, head_dim=64, causal=True)
     kernel = Attention(flop=1.0, dtype="bfloat16", is_backward=True, sizes=sizes)
     assert kernel_time(profile, kernel).seconds == 5e-6 + 5 * 16 * 1024**2 * 64 / 4e14
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_grouped_product_is_logged_as_torch_runs_it(frozen: bool) -> None:
+    """32 rows by 4 matrices 16 x 24: the kernels of torch's own operator, in float32 too, which it does not take."""
+    rows = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randn(4, 16, 24, dtype=torch.bfloat16, requires_grad=not frozen)
+    log = KernelLog(False, ())
+    with log:
+        result = torch._grouped_mm(rows, experts, offs=torch.tensor([8, 16, 24, 32], dtype=torch.int32))
+        result.backward(torch.ones_like(result))
+    issued = [kernel for kernel in log.kernels if isinstance(kernel, Matmul)]
+    for dtype in ("bfloat16", "float32"):
+        execution = grouped_product(dtype, frozen=frozen)
+        expected = tuple(
+            replace(kernel, dtype=dtype, further_bytes=kernel.further_bytes * DTYPE_BYTES[dtype] // 2)
+            for kernel in issued
+        )
+        assert sorted((*execution.forward, *execution.backward), key=str) == sorted(expected, key=str)
+        assert execution.saves >= ({0} if not frozen else {1})
+        gradients = [gradient and gradient.num_bytes for gradient in execution.gradients]
+        assert gradients == [32 * 16 * DTYPE_BYTES[dtype], None if frozen else 4 * 16 * 24 * DTYPE_BYTES[dtype], None]
+    assert [kernel.further_bytes for kernel in issued] == [3 * 16 * 24 * 2] * (2 if frozen else 3)
+
+
+def test_a_grouped_product_takes_one_product_of_its_rows_and_the_reading_of_its_further_matrices() -> None:
+    profile = HardwareProfile.from_dict(full_profile(), "full")
+    one = Matmul(m=256, n=512, k=512, batch=1, dtype="bfloat16")
+    grouped = replace(one, further_bytes=10**9)
+    more_s = kernel_time(profile, grouped).seconds - kernel_time(profile, one).seconds
+    assert more_s == pytest.approx(10**9 / profile.bandwidth.hbm_bytes_per_s)
+
+
+def grouped_product(dtype: str, *, frozen: bool) -> Execution:
+    """Rows [32, 16] by experts [4, 16, 24]."""
+    operands = tuple(
+        Value(name=n, shape=s, dtype=d, carries_gradient=g, storage=n)
+        for n, s, d, g in (
+            ("rows", (32, 16), dtype, True),
+            ("experts", (4, 16, 24), dtype, not frozen),
+            ("offsets", (4,), "int32", False),
+        )
+    )
+    result = Value(name="y", shape=(32, 24), dtype=dtype, carries_gradient=True, storage="y")
+    args = tuple(Ref(value.name) for value in operands)
+    call = Call(target="aten._grouped_mm.default", args=args, kwargs=(), operands=operands, results=(result,))
+    return Executor().execute(call, Strategy((R, R, R), (R,)), 1)
 
 
 def flop(kernels: tuple[Kernel, ...]) -> int:

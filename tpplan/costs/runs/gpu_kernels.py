@@ -81,6 +81,36 @@ def _row_bags(*bags: Any) -> torch.Tensor:
     return of_own_rows(Bags(*bags), TpGroup(name="", size=1, rank=0))
 
 
-def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:
-    """Stands for a grouped product by one of all rows: rows [N, K], experts [E, K, J]. Runs in any dtype."""
-    return rows @ experts[0]
+def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> Any:
+    """Stands for aten._grouped_mm, which runs on few dtypes and sizes: rows [N, K], experts [E, K, J]."""
+    return _GroupedProduct.apply(rows, experts)  # type: ignore[no-untyped-call]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """A grouped product, whose gradients are grouped products too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, experts: torch.Tensor) -> Any:
+        ctx.save_for_backward(rows, experts)
+        return torch.ops.tpplan.grouped_product(rows, experts, len(experts))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (rows, experts), (gradient,) = ctx.saved_tensors, gradients
+        of_rows, of_experts = ctx.needs_input_grad
+        product = torch.ops.tpplan.grouped_product
+        return (
+            product(gradient, experts.mT, len(experts)) if of_rows else None,
+            product(rows.mT, gradient, len(experts)) if of_experts else None,
+        )
+
+
+def _empty_product(left: torch.Tensor, right: torch.Tensor, groups: int) -> torch.Tensor:
+    sizes = left.shape[-2], right.shape[-1]
+    return left.new_empty(sizes if right.dim() == 3 else (groups, *sizes))
+
+
+_LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+#: left [N, K] by right [groups, K, J]: [N, J]; left [K, N] by right [N, J]: [groups, K, J]
+_LIBRARY.define("grouped_product(Tensor left, Tensor right, int groups) -> Tensor")
+_LIBRARY.impl("grouped_product", _empty_product, "CompositeExplicitAutograd")

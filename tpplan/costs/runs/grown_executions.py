@@ -66,7 +66,8 @@ class _Line:
             case Matmul(), Matmul():
                 _require(low.dtype == high.dtype)
                 m, n, k, batch = self._one((low.m, low.n, low.k, low.batch), (high.m, high.n, high.k, high.batch))
-                return Matmul(m=m, n=n, k=k, batch=batch, dtype=low.dtype)
+                further_bytes = self.at(low.further_bytes, high.further_bytes)
+                return Matmul(m=m, n=n, k=k, batch=batch, dtype=low.dtype, further_bytes=further_bytes)
             case Attention(), Attention():
                 own, other = low.sizes, high.sizes
                 _require(replace(high, flop=low.flop, sizes=own) == low)

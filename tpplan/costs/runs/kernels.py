@@ -21,13 +21,17 @@ from tpplan.trace.hooks.live_storages import Storages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """A batch of products (m, k) @ (k, n)."""
+    """A batch of products (m, k) @ (k, n). A grouped product counts as one product of all its rows.
+
+    `further_bytes` are those of a grouped product's matrices beside the first, which it reads, or writes as gradients.
+    """
 
     m: int
     n: int
     k: int
     batch: int
     dtype: str
+    further_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,9 @@ def flop_of(kernels: Iterable[Kernel]) -> float:
 _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
                         "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",
                         "aten._unsafe_view.default", "aten.lift_fresh.default"})  # fmt: skip
+
+#: products of rows with their group's matrix
+_GROUPED = frozenset({"aten._grouped_mm.default", "tpplan.grouped_product.default"})
 
 #: ops that read only as many bytes of their first operand as they return
 _LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
@@ -143,6 +150,8 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _product(args[0], args[1])
         if name in ("aten.addmm.default", "aten.baddbmm.default"):
             return _product(args[1], args[2])
+        if name in _GROUPED:
+            return _grouped_product(args[0], args[1], result)
         if name in _LOOKUPS:
             indices = [tensor for tensor in tensors_in(args) if not tensor.is_floating_point()]
             return MemoryBound(num_bytes=2 * bytes_of(tensors_in(result)) + bytes_of(iter(indices)))
@@ -190,6 +199,15 @@ def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul
     return Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype_name(dtype))
 
 
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Matmul:
+    """Returns a grouped product: rows by matrices [N, K] x [E, K, J], or the matrices' gradients [K, N] x [N, J]."""
+    if left.dim() == right.dim() == 3:
+        return _product(left, right)
+    product = _matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=1, dtype=left.dtype)
+    first, *further = next(tensor for tensor in (left, right, result) if tensor.dim() == 3)
+    return replace(product, further_bytes=len(further) * bytes_of(iter([first])))
+
+
 def _convolution(
     x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, transposed: bool, groups: int
 ) -> Matmul:
@@ -235,9 +253,17 @@ def _as_if(found: Estimate, dtype: str, stand_in: str) -> Estimate:
     return Estimate(seconds=seconds, error_s=seconds, extrapolated=True)
 
 
+def _moving(profile: HardwareProfile, num_bytes: int) -> Estimate:
+    """Returns the time that bytes take within a kernel, which is launched for more than them."""
+    seconds = num_bytes / profile.bandwidth.hbm_bytes_per_s
+    return Estimate(seconds=seconds, error_s=seconds * profile.bandwidth.relative_error)
+
+
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
     """Returns the seconds of one kernel in training, with the time to issue it where the device is a CPU.
 
+    A grouped product takes the time of one product of all its rows and the time to move its other matrices, one after
+    the other: so it was measured to within a tenth (profiles/README.md).
     A dtype that the profile has no table for is priced by another dtype's table. Raises ProfileError where the profile
     has no table of this kind of kernel at all.
     """
@@ -245,7 +271,7 @@ def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
             stand_in = _stand_in(dtype, (table.dtype for table in profile.matmuls))
             found = profile.matmul(m=m, n=n, k=k, batch=batch, dtype=stand_in)
-            time = profile.matmul_slowdown * _as_if(found, dtype, stand_in)
+            time = profile.matmul_slowdown * _as_if(found, dtype, stand_in) + _moving(profile, kernel.further_bytes)
         case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
             stand_in = _stand_in(dtype, (rate.dtype for rate in profile.attention_rates))
             found = profile.attention(flop=flop, dtype=stand_in, backward=is_backward, sizes=sizes)
