@@ -92,6 +92,12 @@ def attention_content(causal: bool, backward: bool, flop_per_s: float) -> dict[s
     }
 
 
+def misaligned(count: int, flop_per_s: float) -> dict[str, object]:
+    """bfloat16 matmuls on rows that begin at multiples of so many bytes, of a machine with 4e14 FLOP/s."""
+    rates = {"flop_per_s": flop_per_s, "aligned_flop_per_s": 4e14, "relative_error": 0.25}
+    return {"dtype": "bfloat16", "bytes": count, **rates, **OWN}
+
+
 def full_profile() -> dict[str, object]:
     """A profile with all that one may hold."""
     content = synthetic_profile(hbm_bytes_per_s=2e12, launch_s=5e-6)
@@ -101,6 +107,7 @@ def full_profile() -> dict[str, object]:
         "date": "2026-03-01",
         "attention_tables": [attention_content(True, backward, 4e14) for backward in (False, True)],
         "memory_bound_table": cached,
+        "misaligned_matmuls": [misaligned(8, 2e14), misaligned(2, 1e14)],
         "launch": {"launch_s": 5e-6, "issue_s": 8e-6, "relative_error": 0.1, **OWN},
         "overlap": {"matmul_slowdown": 0.15, "collective_slowdown": 0.3, "relative_error": 0.1, **OWN},
         "fitted": [

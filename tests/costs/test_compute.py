@@ -126,6 +126,32 @@ def test_a_grouped_product_takes_one_product_of_its_rows_and_the_reading_of_its_
     assert more_s == pytest.approx(10**9 / profile.bandwidth.hbm_bytes_per_s)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "alignment"), [(64, 128, 16), (64, 100, 8), (50257, 64, 2), (64, 50257, 2), (66, 64, 4)]
+)
+def test_a_layers_products_are_aligned_as_the_rows_of_their_matrices(inputs: int, outputs: int, alignment: int) -> None:
+    """x [6, inputs], w [outputs, inputs], y [6, outputs]: the number of rows of x is in no leading dimension."""
+    shapes = (("x", (6, inputs)), ("w", (outputs, inputs)), ("y", (6, outputs)))
+    x, w, y = (Value(name=n, shape=s, dtype="bfloat16", carries_gradient=True, storage=n) for n, s in shapes)
+    args = (Ref("x"), Ref("w"))
+    call = Call(target="aten.linear.default", args=args, kwargs=(), operands=(x, w), results=(y,))
+    execution = Executor().execute(call, Strategy((R, R), (R,)), 1)
+    products = [kernel for kernel in (*execution.forward, *execution.backward) if isinstance(kernel, Matmul)]
+    assert len(products) == 3
+    assert {product.alignment for product in products} == {alignment}
+    assert all(set(product.leading) <= {inputs, outputs} for product in products)
+
+
+def test_a_matrix_that_is_no_view_of_rows_or_columns_is_copied() -> None:
+    log = KernelLog(False, ())
+    with log:
+        torch.randn(6, 20)[:, ::2] @ torch.randn(10, 9)
+        torch.randn(6, 20)[:, :10] @ torch.randn(7, 10).T
+        torch.randn(10).expand(6, 10) @ torch.randn(10, 9)
+    leading = [kernel.leading for kernel in log.kernels if isinstance(kernel, Matmul)]
+    assert leading == [(10, 9, 9), (20, 10, 7), (10, 9, 9)]
+
+
 def grouped_product(dtype: str, *, frozen: bool) -> Execution:
     """Rows [32, 16] by experts [4, 16, 24]."""
     operands = tuple(

@@ -176,7 +176,7 @@ def applied(name: str, plan: Plan) -> Iterator[tuple[nn.Module, Any]]:
 class CountsFlop(HardwareProfile):
     """A machine on which a second is a FLOP of a product, and nothing else takes time."""
 
-    def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
+    def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str, alignment: int = 16) -> Estimate:
         return Estimate(seconds=2.0 * m * n * k * batch, error_s=0.0)
 
     def attention(self, **_shape: object) -> Estimate:

@@ -75,6 +75,19 @@ def test_large_matmul_runs_at_the_rate_measured_elsewhere() -> None:
     assert estimate.extrapolated
 
 
+@pytest.mark.parametrize(("alignment", "further_s_per_flop"), [(16, 0.0), (8, 2.5e-15), (4, 2.5e-15), (2, 7.5e-15)])
+def test_a_misaligned_matmul_takes_longer_by_its_work(alignment: int, further_s_per_flop: float) -> None:
+    """1 / 2e14 - 1 / 4e14 s a FLOP at 8 bytes, and at 4, which were not measured; 1 / 1e14 - 1 / 4e14 s at 2."""
+    profile = HardwareProfile.from_dict(full_profile(), "full")
+    sizes = {"m": 500, "n": 260, "k": 130, "batch": 3}
+    aligned = profile.matmul(**sizes, dtype="bfloat16")
+    further_s = 2 * 500 * 260 * 130 * 3 * further_s_per_flop
+    found = profile.matmul(**sizes, dtype="bfloat16", alignment=alignment)
+    assert found.seconds == pytest.approx(aligned.seconds + further_s)
+    assert found.error_s == pytest.approx(aligned.error_s + 0.25 * further_s)
+    assert profile.matmul(**sizes, dtype="float16", alignment=alignment) == profile.matmul(**sizes, dtype="float16")
+
+
 def test_all_to_all_counts_the_whole_value() -> None:
     # nccl-tests on 8 GPUs, S17: size 16 GiB per rank takes 43.2 ms, so the whole value is 128 GiB.
     estimate = H100.collective(Collective.ALL_TO_ALL, GroupShape(ranks=8, ranks_per_node=8), 8 * 2**34)
@@ -481,6 +494,14 @@ FULL_MUTATIONS: dict[str, tuple[Edit, str]] = {
     "overlap of another source": (
         lambda d: d["overlap"].update(sources=["S9"]),
         "overlap.sources: expected ids listed in sources, got ['S9']",
+    ),
+    "rows at odd bytes": (
+        lambda d: d["misaligned_matmuls"][0].update(bytes=3),
+        "misaligned_matmuls[0].bytes: expected one of 2, 4, 8, got 3",
+    ),
+    "misaligned twice": (
+        lambda d: d["misaligned_matmuls"][1].update(bytes=8),
+        "misaligned_matmuls[1]: expected one entry for ('bfloat16', 8), got a second",
     ),
     "free issue": (lambda d: d["launch"].update(issue_s=0), "launch.issue_s: expected > 0, got 0"),
     "a speedup": (lambda d: d["overlap"].update(matmul_slowdown=-0.1), "overlap.matmul_slowdown: expected >= 0"),

@@ -65,7 +65,7 @@ def test_a_wrong_file_ends_with_the_exit_code_of_a_profile_error(
 def test_what_is_missing_is_a_warning_with_the_path_of_its_key() -> None:
     paths = [warning.partition(":")[0] for warning in warnings(BARE)]
     missing = ["software", "date", "memory_bound_table", *["attention_tables"] * 3, "launch.issue_s"]
-    assert paths == [*missing, "optimizer_issues", "collectives", "overlap"]
+    assert paths == [*missing, "misaligned_matmuls", "optimizer_issues", "collectives", "overlap"]
     assert "collectives: no all_reduce, all_gather, reduce_scatter, all_to_all across nodes" in " ".join(warnings(BARE))
     # Only bfloat16 has tables of attention; one point of them is marked as noisy.
     assert [warning.partition(":")[0] for warning in warnings(FULL)] == [

@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +28,14 @@ from tpplan.machine.fit_tables import (
     memory_bound_table,
 )
 from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
-from tpplan.measure import timer
+from tpplan.measure import misaligned, timer
 from tpplan.measure.attention import AttentionShape
 from tpplan.measure.collectives import measure_collectives
 from tpplan.measure.compute import make_profile, measure_compute
 from tpplan.measure.grid import ComputeGrid, default_grid
 from tpplan.measure.launch import measure_launch
-from tpplan.measure.matmuls import MATMUL_FORMS, _measured_points, _of_batch, _Operands, _thinned
+from tpplan.measure.matmuls import MATMUL_FORMS, Operands, _measured_points, _of_batch, _thinned
+from tpplan.measure.misaligned import measure_misaligned, misaligned_matmuls
 from tpplan.measure.optimizer_step import measure_optimizers
 from tpplan.measure.timer import Stopwatch, Window, in_rounds
 from tpplan.plan.optimizers import OPTIMIZERS
@@ -224,15 +228,56 @@ def test_large_batched_products_are_told_by_single_ones() -> None:
 def test_operands_lie_as_in_the_three_products_of_a_layer() -> None:
     tokens, outputs, inputs = 2, 3, 5
     x, weight, gradient = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
-    operands = _Operands.of(CPU, torch.float32, outputs * inputs)
+    operands = Operands.of(CPU, torch.float32, outputs * inputs)
     for form, (left, right) in zip(MATMUL_FORMS, ((x, weight.T), (gradient, weight), (gradient.T, x)), strict=True):
         assert form == (not left.is_contiguous(), not right.is_contiguous())
         (m, k), n = left.shape, right.shape[1]
         assert operands.product((1, m, n, k), form)().shape == (left @ right).shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_misaligned_products_are_timed_beside_aligned_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that takes 1 s a FLOP on aligned rows, and 16 / alignment s on others."""
+    points: set[int] = set()
+
+    def seconds(points_: Sequence[Any], make: Callable[[Any], Callable[[], torch.Tensor]]) -> dict[Any, Any]:
+        found = {}
+        for point in points_:
+            product = make(point)()
+            rows, columns = product.shape
+            alignment = math.gcd(16, product.stride(0) * dtype.itemsize)
+            points.add(alignment)
+            found[point] = np.full(3, 2.0 * rows * columns**2 * 16 / alignment)
+        return found
+
+    monkeypatch.setattr(misaligned, "in_rounds", lambda _device, points, make, *_args, **_kwargs: seconds(points, make))
+    grid = dataclasses.replace(TOY, matmul_sizes=(16, 64))
+    entries = measure_misaligned(CPU, dtype, grid, 1.0)
+    expected = [count for count in (2, 4, 8) if count >= dtype.itemsize]
+    assert [entry.bytes for entry in entries] == expected
+    assert points == {16, *expected}
+    for entry in entries:
+        assert entry.flop_per_s == pytest.approx(entry.bytes / 16, rel=ROUNDING)
+        assert (entry.aligned_flop_per_s, entry.relative_error) == (1.0, 0.01)
+
+
+def test_what_a_flop_takes_longer_in_smaller_products_is_the_error() -> None:
+    rates = {(64, 16): 4.0, (64, 8): 2.0, (16, 16): 2.0, (16, 8): 1.6}
+    entry = misaligned_matmuls("bfloat16", 8, rates)
+    assert (entry.flop_per_s, entry.aligned_flop_per_s) == (2.0, 4.0)
+    assert entry.relative_error == pytest.approx(math.log(0.25 / 0.125), rel=0.01)
+    # Where a smaller product is no slower, the time is unknown.
+    assert misaligned_matmuls("bfloat16", 8, rates | {(16, 8): 2.0}).relative_error == 1.0
+
+
+def test_misaligned_products_of_a_cpu_are_measured_on_the_cpu() -> None:
+    entries = measure_misaligned(CPU, torch.float32, TOY, 0.05)
+    assert [entry.bytes for entry in entries] == [4, 8]
+    assert all(entry.flop_per_s > 0 for entry in entries)
+
+
 def test_right_operands_and_results_lie_apart() -> None:
-    operands = _Operands.of(CPU, torch.float32, 64)
+    operands = Operands.of(CPU, torch.float32, 64)
     work = operands.product((1, 8, 8, 8), (False, True))
     first, second = work(), work()
     assert first.data_ptr() != second.data_ptr()

@@ -33,6 +33,7 @@ CODE = Code(
     sequence_parallel="stated",
     split="even",
     window=0,
+    vocab_multiple=128,
     recompute="stated",
     zero="stated",
 )
@@ -42,7 +43,7 @@ ROW = {
     "row_id": "S1-1", "source_id": "S1", "framework": "mine", "task": "pretrain", "model": "invented",
     "family": "llama",
     "params_b": "0.104", "layers": "4", "hidden": "1024", "ffn": "4096", "heads": "8", "kv_heads": "8", "head_dim": "",
-    "vocab": "18000", "experts": "", "top_k": "", "moe_ffn": "", "shared_expert_ffn": "", "dense_layers": "",
+    "vocab": "17920", "experts": "", "top_k": "", "moe_ffn": "", "shared_expert_ffn": "", "dense_layers": "",
     "gpu": "A100 80GB", "gpus": "16", "gpus_per_node": "8", "dp": "4", "tp": "2", "pp": "2", "vpp": "1",
     "pp_schedule": "", "cp": "1", "ep": "1", "etp": "", "fsdp_zero": "zero1", "sequence_parallel": "no",
     "global_batch": "64", "micro_batch": "2", "seq_len": "512", "precision_class": "bf16", "recompute": "full",
@@ -76,11 +77,10 @@ def test_a_row_is_read_as_it_says() -> None:
     assert run.caveats == ()
 
 
-def test_a_size_of_slow_kernels_is_priced_and_said() -> None:
-    run = read(heads="8", kv_heads="8", head_dim="108", params_b="0.09")
-    assert [caveat.split(";")[0] for caveat in run.caveats] == [
-        "products of sizes that are no multiples of 8 run on slower kernels"
-    ]
+def test_a_vocabulary_is_padded_to_a_multiple_of_what_ranks_divide() -> None:
+    assert read(vocab="17921").shape.vocab == 18176
+    assert read(vocab="17921", tp="1", dp="8", micro_batch="1").shape.vocab == 18048
+    assert read(vocab="17920").shape.vocab == 17920
 
 
 def test_a_row_with_experts_is_read_as_it_says() -> None:
@@ -187,7 +187,7 @@ def test_a_stage_without_a_layer_is_refused() -> None:
 def test_parameters_of_sizes() -> None:
     shape = read().shape
     layer = 4 * 1024 * 1024 + 3 * 1024 * 4096
-    assert parameters(shape) == (4 * layer + 18000 * 1024, 4 * layer + 2 * 18000 * 1024)
+    assert parameters(shape) == (4 * layer + 17920 * 1024, 4 * layer + 2 * 17920 * 1024)
 
 
 def test_the_table_of_code_that_ships_is_read() -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.machine.tables import (
+    ALIGNED_BYTES,
     AttentionRate,
     AttentionTable,
     CollectiveTable,
     MatmulTable,
     MemoryBoundTable,
+    MisalignedMatmuls,
     OptimizerIssue,
     Part,
     Spread,
@@ -35,6 +37,8 @@ def table_name(part: Part) -> str:
             return part.dtype
         case AttentionTable():
             return f"{part.dtype}{' causal' if part.causal else ''} {'backward' if part.backward else 'forward'}"
+        case MisalignedMatmuls():
+            return f"{part.dtype}, {part.bytes} bytes"
         case OptimizerIssue():
             return part.optimizer
         case CollectiveTable():
@@ -64,6 +68,11 @@ def _missing(profile: HardwareProfile) -> Iterator[str]:
             yield f"attention_tables: none for {rate.dtype}; one rate is used for all sizes"
     if profile.launch.issue_s is None and profile.device_type == "cuda":
         yield "launch.issue_s: missing; how long the CPU takes to issue a kernel is unknown, and priced as nothing"
+    if not profile.misaligned_matmuls and profile.device_type == "cuda":
+        yield (
+            f"misaligned_matmuls: missing; matmuls on rows that do not begin at multiples of {ALIGNED_BYTES} bytes are"
+            " priced as aligned ones"
+        )
     if not profile.optimizer_issues:
         yield "optimizer_issues: missing; an optimizer's step is priced by its bytes alone"
     for across, where in ((False, "within a node"), (True, "across nodes")):

@@ -29,6 +29,7 @@ from tpplan.core.units import DTYPE_BYTES, FLOATING_DTYPES
 from tpplan.machine.interpolate import multilinear
 from tpplan.machine.table_checks import check_unique
 from tpplan.machine.tables import (
+    ALIGNED_BYTES,
     MOST_FITTED,
     AttentionRate,
     AttentionSizes,
@@ -43,6 +44,7 @@ from tpplan.machine.tables import (
     MatmulTable,
     Memory,
     MemoryBoundTable,
+    MisalignedMatmuls,
     OptimizerIssue,
     Overlap,
     Part,
@@ -61,8 +63,9 @@ class HardwareProfile:
     """A machine's memory, kernels and network. Its fields are the keys of its JSON file.
 
     Optional: software (version by name: torch, cuda, nccl, driver, python) and date of the measurement;
-    attention_tables, replaced by attention_rates; memory_bound_table, replaced by the bandwidth; optimizer_issues;
-    overlap; and fitted, at most two numbers that were fitted to training runs.
+    attention_tables, replaced by attention_rates; memory_bound_table, replaced by the bandwidth; misaligned_matmuls,
+    replaced by aligned ones; optimizer_issues; overlap; and fitted, at most two numbers that were fitted to training
+    runs.
     """
 
     schema_version: int
@@ -83,6 +86,7 @@ class HardwareProfile:
     date: Annotated[datetime.date, Text(datetime.date.fromisoformat, r"\d{4}-\d{2}-\d{2}")] | None = None
     attention_tables: tuple[AttentionTable, ...] | None = None
     memory_bound_table: MemoryBoundTable | None = None
+    misaligned_matmuls: tuple[MisalignedMatmuls, ...] | None = None
     optimizer_issues: tuple[OptimizerIssue, ...] | None = None
     overlap: Overlap | None = None
     fitted: tuple[Fitted, ...] | None = None
@@ -97,6 +101,7 @@ class HardwareProfile:
         check_unique("attention_rates", [rate.dtype for rate in self.attention_rates])
         check_unique("collectives", [(table.kind, table.ranks, table.ranks_per_node) for table in self.collectives])
         check_unique("attention_tables", [(t.dtype, t.causal, t.backward) for t in self.attention_tables or ()])
+        check_unique("misaligned_matmuls", [(own.dtype, own.bytes) for own in self.misaligned_matmuls or ()])
         check_unique("optimizer_issues", [issue.optimizer for issue in self.optimizer_issues or ()])
         check_unique("fitted", [number.name for number in self.fitted or ()])
         if len(self.fitted or ()) > MOST_FITTED:
@@ -191,15 +196,26 @@ class HardwareProfile:
         )
         return max(rates, default=0.0)
 
-    def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
-        """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.
+    def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str, alignment: int = ALIGNED_BYTES) -> Estimate:
+        """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M) + F, never decreasing in any size.
 
         T_c is the interpolated time of the sizes clamped to the table, f the FLOP relative to those of T_c (1 inside
         the table), L the launch time, which does not grow with the work. M is the time of reading the operands and
         writing the result once, as in memory_bound [Williams et al. 2009, the roofline model]; it bounds T from below
         outside of the table. Where some sizes are below the table and none above, T is at most T_c, which was measured
-        on larger sizes. Where M decides, its error is added. dtype is torch's name.
+        on larger sizes. Where M decides, its error is added. dtype is torch's name. `alignment` is the largest power of
+        two, in bytes, that all rows of the three matrices begin at; below 16, F is the further time of misaligned
+        matmuls, in proportion to FLOP, where it is known.
         """
+        found = self._aligned_matmul(m, n, k, batch, dtype)
+        alike = [own for own in self.misaligned_matmuls or () if own.dtype == dtype and own.bytes >= alignment]
+        if not alike:
+            return found
+        nearest = min(alike, key=lambda own: own.bytes)
+        further_s = 2 * m * n * k * batch * nearest.further_s_per_flop
+        return found + Estimate(seconds=further_s, error_s=further_s * nearest.relative_error)
+
+    def _aligned_matmul(self, m: int, n: int, k: int, batch: int, dtype: str) -> Estimate:
         sizes = (batch, m, n, k)
         if min(sizes) < 1:
             raise ProfileError(f"matmul: expected sizes >= 1, got m={m} n={n} k={k} batch={batch}")
@@ -320,6 +336,7 @@ class HardwareProfile:
             "matmuls": self.matmuls,
             "attention_rates": self.attention_rates,
             "attention_tables": self.attention_tables or (),
+            "misaligned_matmuls": self.misaligned_matmuls or (),
             "optimizer_issues": self.optimizer_issues or (),
             "collectives": self.collectives,
         }

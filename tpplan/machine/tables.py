@@ -21,6 +21,8 @@ Positive = Annotated[float, Above(0)]
 
 #: most numbers of a profile that were fitted to training runs
 MOST_FITTED = 2
+#: tensor cores' kernels load so many bytes at once, of rows that begin at multiples of them; fewer that rows begin at
+ALIGNED_BYTES, MISALIGNED_BYTES = 16, (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,33 @@ class MatmulTable(Part):
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         check_grid(("batch", "m", "n", "k"), self.grids, self.time_s, _relative(self.spread))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MisalignedMatmuls(Part):
+    """How much longer matmuls take on matrices whose rows begin at multiples of `bytes`, and of no more.
+
+    Tensor cores load 16 bytes at once; where rows do not begin at multiples of 16 bytes, slower kernels run. Measured
+    are large products: flop_per_s, and aligned_flop_per_s of like ones that are aligned. relative_error is that of the
+    further time of a FLOP.
+    """
+
+    dtype: str
+    bytes: int
+    flop_per_s: Positive
+    aligned_flop_per_s: Positive
+    relative_error: Amount
+
+    @property
+    def further_s_per_flop(self) -> float:
+        """Seconds that a FLOP takes longer than in an aligned matmul: 1/r - 1/r_aligned, or nothing."""
+        return max(0.0, 1 / self.flop_per_s - 1 / self.aligned_flop_per_s)
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if self.bytes not in MISALIGNED_BYTES:
+            expected = ", ".join(map(str, MISALIGNED_BYTES))
+            raise ProfileError(f"bytes: expected one of {expected}, got {self.bytes}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

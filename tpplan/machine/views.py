@@ -67,6 +67,11 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
     ]
     if launch.issue_s is not None:
         lines.append(("issue", f"{format_seconds(launch.issue_s)} of the CPU a kernel"))
+    for dtype in dict.fromkeys(own.dtype for own in profile.misaligned_matmuls or ()):
+        entries = [own for own in profile.misaligned_matmuls or () if own.dtype == dtype]
+        rates = ", ".join(f"{own.bytes} bytes {_rate(own.flop_per_s)}FLOP/s" for own in entries)
+        aligned = f"{_rate(entries[0].aligned_flop_per_s)}FLOP/s"
+        lines.append(("alignment", f"{dtype} matmuls on rows at multiples of {rates}; aligned, {aligned}"))
     for step in profile.optimizer_issues or ():
         lines.append(
             (

@@ -42,6 +42,7 @@ from tpplan.machine.tables import (
     Launch,
     MatmulTable,
     MemoryBoundTable,
+    MisalignedMatmuls,
     OptimizerIssue,
     Overlap,
     Source,
@@ -51,12 +52,15 @@ from tpplan.measure.device import MEASURED, device_name, dtype_of, memory, softw
 from tpplan.measure.grid import ComputeGrid, default_grid
 from tpplan.measure.launch import measure_launch
 from tpplan.measure.matmuls import MATMUL_REPEATS, measure_matmuls
+from tpplan.measure.misaligned import measure_misaligned
 from tpplan.measure.optimizer_step import measure_optimizers
 from tpplan.measure.timer import COLD_BYTES, NUM_REPEATS, Progress, apart, in_rounds, in_turn, silent
 
 #: shares of the time for compute; matmuls have the rest
-LAUNCH_SHARE, OPTIMIZER_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.03, 0.05, 0.13
-MATMUL_SHARE = 1 - LAUNCH_SHARE - OPTIMIZER_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
+LAUNCH_SHARE, OPTIMIZER_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE, MISALIGNED_SHARE = 0.02, 0.03, 0.05, 0.13, 0.02
+MATMUL_SHARE = 1 - LAUNCH_SHARE - OPTIMIZER_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE - MISALIGNED_SHARE
+#: devices whose kernels go by where rows begin
+ALIGNED_DEVICES = ("cuda",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,7 @@ class ComputeTables:
     matmuls: tuple[MatmulTable, ...]
     attention_rates: tuple[AttentionRate, ...]
     attention_tables: tuple[AttentionTable, ...]
+    misaligned_matmuls: tuple[MisalignedMatmuls, ...] = ()
 
 
 def measure_compute(
@@ -109,6 +114,11 @@ def measure_compute(
         matmuls=tuple(
             measure_matmuls(device, dtype, grid, MATMUL_SHARE * share_s, launch.launch_s, progress)
             for dtype in torch_dtypes
+        ),
+        misaligned_matmuls=tuple(
+            entry
+            for dtype in (torch_dtypes if device.type in ALIGNED_DEVICES else ())
+            for entry in measure_misaligned(device, dtype, grid, MISALIGNED_SHARE * share_s, progress)
         ),
     )
 
@@ -191,6 +201,7 @@ def make_profile(
         date=today,
         attention_tables=compute.attention_tables or None,
         memory_bound_table=compute.memory_bound_table,
+        misaligned_matmuls=compute.misaligned_matmuls or None,
         optimizer_issues=compute.optimizer_issues,
         overlap=overlap,
     )

@@ -53,7 +53,7 @@ def measure_matmuls(
     most_points = budget_s / windows / (SHORTEST_USEFUL_WINDOW_S[device.type] + overhead_s(device))
     sizes = _thinned(sizes, lambda sizes: sum(1 for _ in _measured_points(batches, sizes, largest)) <= most_points)
     measured = list(_measured_points(batches, sizes, largest))
-    operands = _Operands.of(device, dtype, max(math.prod(point) // min(point[1:]) for point in measured))
+    operands = Operands.of(device, dtype, max(math.prod(point) // min(point[1:]) for point in measured))
 
     def make(point: tuple[tuple[int, int, int, int], tuple[bool, bool]]) -> Callable[[], Tensor]:
         return operands.product(*point)
@@ -93,7 +93,7 @@ def _affordable_sizes(
 ) -> tuple[int, ...]:
     """The sizes without the largest, until one call of every product fits the budget at the rate of a middle size."""
     middle = sizes[len(sizes) // 2]
-    work = _Operands.of(device, dtype, middle**2).product((1, middle, middle, middle), MATMUL_FORMS[0])
+    work = Operands.of(device, dtype, middle**2).product((1, middle, middle, middle), MATMUL_FORMS[0])
     window_s = SHORTEST_USEFUL_WINDOW_S[device.type]
     (seconds,) = Stopwatch(device=device, window_s=window_s, repeats=PROBE_REPEATS).samples(work)
     while len(sizes) > FEWEST_MATMUL_SIZES and sum(sizes) ** 3 / middle**3 * seconds > budget_s:
@@ -111,7 +111,7 @@ def _thinned(sizes: tuple[int, ...], fits: Callable[[tuple[int, ...]], bool]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Operands:
+class Operands:
     """Random numbers that the operands of all products are views of.
 
     The left operand of a layer's products, its input or a gradient, was just made: one view serves all calls. The right
@@ -123,7 +123,7 @@ class _Operands:
     right: Tensor
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, numbers: int) -> "_Operands":
+    def of(cls, device: torch.device, dtype: torch.dtype, numbers: int) -> "Operands":
         cold = max(numbers, COLD_BYTES[device.type] // dtype.itemsize)
         return cls(*(torch.randn(count, dtype=dtype, device=device) for count in (numbers, cold)))
 

@@ -29,16 +29,19 @@ from tpplan.machine.tables import (
     Launch,
     MatmulTable,
     MemoryBoundTable,
+    MisalignedMatmuls,
     OptimizerIssue,
     Overlap,
 )
 from tpplan.measure.attention import measure_attention
 from tpplan.measure.collectives import group_shapes, measure_collective, measure_overlap, ranks_per_node, subgroup
 from tpplan.measure.compute import (
+    ALIGNED_DEVICES,
     ATTENTION_SHARE,
     LAUNCH_SHARE,
     MATMUL_SHARE,
     MEMORY_BOUND_SHARE,
+    MISALIGNED_SHARE,
     OPTIMIZER_SHARE,
     ComputeTables,
     make_profile,
@@ -48,6 +51,7 @@ from tpplan.measure.device import device_name, dtype_of, software
 from tpplan.measure.grid import ComputeGrid, default_grid
 from tpplan.measure.launch import measure_launch
 from tpplan.measure.matmuls import measure_matmuls
+from tpplan.measure.misaligned import measure_misaligned
 from tpplan.measure.optimizer_step import measure_optimizers
 from tpplan.measure.timer import Progress, silent, slowest
 
@@ -70,6 +74,7 @@ class Measured:
     attention_rates: tuple[AttentionRate, ...] = ()
     attention_tables: tuple[AttentionTable, ...] = ()
     matmuls: tuple[MatmulTable, ...] = ()
+    misaligned_matmuls: tuple[MisalignedMatmuls, ...] = ()
     collectives: tuple[CollectiveTable, ...] = ()
 
     def compute(self) -> ComputeTables:
@@ -83,6 +88,7 @@ class Measured:
             bandwidth=self.bandwidth,
             memory_bound_table=self.memory_bound_table,
             matmuls=self.matmuls,
+            misaligned_matmuls=self.misaligned_matmuls,
             attention_rates=self.attention_rates,
             attention_tables=self.attention_tables,
         )
@@ -158,6 +164,9 @@ class Survey:
             yield self._attention(name, of_compute * ATTENTION_SHARE / len(self.dtypes), done)
         for name in self.dtypes:
             yield self._matmuls(name, of_compute * MATMUL_SHARE / len(self.dtypes), done)
+        if self.device.type in ALIGNED_DEVICES:
+            for name in self.dtypes:
+                yield self._misaligned(name, of_compute * MISALIGNED_SHARE / len(self.dtypes), done)
         if self.world > 1:
             yield from self._collectives(1 - COMPUTE_SHARE - OVERLAP_SHARE, done)
             yield Section(
@@ -194,6 +203,14 @@ class Survey:
 
         is_done = any(table.dtype == dtype for table in done.matmuls)
         return Section(name=f"matmul {dtype}", weight=weight, is_done=is_done, measure=measure)
+
+    def _misaligned(self, dtype: str, weight: float, done: Measured) -> Section:
+        def measure(so_far: Measured, budget_s: float) -> Measured:
+            entries = measure_misaligned(self.device, dtype_of(dtype), self.grid, budget_s, self.progress)
+            return replace(so_far, misaligned_matmuls=(*so_far.misaligned_matmuls, *entries))
+
+        is_done = any(entry.dtype == dtype for entry in done.misaligned_matmuls)
+        return Section(name=f"misaligned matmul {dtype}", weight=weight, is_done=is_done, measure=measure)
 
     def _collectives(self, weight: float, done: Measured) -> Iterator[Section]:
         wanted = [(shape, kind) for shape in group_shapes(self.world, self.ranks_per_node) for kind in Collective]

@@ -38,6 +38,8 @@ class Code:
     #: embedding and the head as layers
     split: str
     window: int
+    #: rows of the embedding are padded to multiples of so many on each tensor-parallel rank
+    vocab_multiple: int
     recompute: str
     zero: str
 
@@ -63,6 +65,7 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
                 sequence_parallel=row["sequence_parallel"],
                 split=row["split"],
                 window=int(row["window"]),
+                vocab_multiple=int(row["vocab_multiple"]),
                 recompute=row["recompute"],
                 zero=row["zero"],
             )

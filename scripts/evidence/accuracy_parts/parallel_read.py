@@ -8,6 +8,7 @@ here covers is refused: a row is never priced as another one. What is neglected 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TypeVar
 
 from accuracy_parts.parallel_code import Code
@@ -62,9 +63,6 @@ DISPATCHERS = {"": False, "a2a": False, "alltoall": False, "deepep": True, "hybr
 #: seconds and tokens per second of a row that differ by more than this part contradict each other, and of a model's
 #: parameters the part that those of its sizes may be apart
 SAME_STEP, CLOSE = 0.05, 0.1
-#: elements of 16 bits that tensor cores take at once: a size that is no multiple of it runs on other kernels, which no
-#: profile has measured [NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"]
-ALIGNED = 8
 
 
 class RefusalError(ValueError):
@@ -167,7 +165,7 @@ def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) ->
         code=code,
         measured_s=_number(row, "step_time_s"),
         plan_group=row["plan_group"],
-        caveats=(*_caveats(row, shape), *neglected),
+        caveats=(*_caveats(row), *neglected),
     )
     _check(run, row)
     return run
@@ -214,6 +212,7 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
     if not row["head_dim"] and hidden % heads:
         raise RefusalError("no head_dim", f"{heads} heads do not divide {hidden}")
     head_dim = _whole(row, "head_dim") if row["head_dim"] else hidden // heads
+    vocab_multiple = code.vocab_multiple * _whole(row, "tp")
     if family.has_experts and _whole(row, "dense_layers", least=0):
         raise RefusalError("dense layers between those with experts", row["dense_layers"])
     if family.has_experts and _whole(row, "shared_expert_ffn", least=0):
@@ -224,7 +223,7 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
         heads=heads,
         kv_heads=_whole(row, "kv_heads"),
         head_dim=head_dim,
-        vocab=_whole(row, "vocab"),
+        vocab=ceil(_whole(row, "vocab") / vocab_multiple) * vocab_multiple,
         seq_len=_whole(row, "seq_len"),
         ffn=0 if family.has_experts else _whole(row, "ffn"),
         is_gated=family.is_gated,
@@ -263,7 +262,7 @@ def _dispatcher(row: Mapping[str, str]) -> bool:
     return _known(stated.group(1).lower() if stated else "", DISPATCHERS, "dispatcher")
 
 
-def _caveats(row: Mapping[str, str], shape: Shape) -> list[str]:
+def _caveats(row: Mapping[str, str]) -> list[str]:
     found = []
     if re.search(r"CUDA_LAUNCH_BLOCKING=1", row["flags"]):
         found.append("kernels were launched one at a time (CUDA_LAUNCH_BLOCKING=1); priced as if not")
@@ -271,10 +270,6 @@ def _caveats(row: Mapping[str, str], shape: Shape) -> list[str]:
         found.append("parts of a layer ran as CUDA graphs; priced as if not")
     if "alibi not stated" in row["family"].lower():
         found.append("ALiBi is not stated; priced without")
-    if shape.head_dim % ALIGNED:
-        found.append(
-            f"products of sizes that are no multiples of {ALIGNED} run on slower kernels; priced between others"
-        )
     return found
 
 

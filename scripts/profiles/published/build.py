@@ -14,6 +14,7 @@ from published.collectives import ScalingError
 from published.machines import (
     COUNTING,
     MACHINES,
+    MISALIGNED,
     ML_ENGINEERING,
     Achieved,
     BestAttention,
@@ -96,6 +97,7 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
     rate = matmuls.rate_of(data, machine, like.rate.flop_per_s if like else None)
     roofline = Roofline(flop_per_s=rate.flop_per_s, bytes_per_s=bandwidth.hbm_bytes_per_s)
     matmul_tables, matmul_checks = matmuls_of(data, machine, like, rate, roofline, launch)
+    misaligned = matmuls.misaligned(data, MISALIGNED, machine, rate)
     rates = attention_of(data, machine, like, rate)
     memory = Memory(
         memory_bytes=machine.memory_bytes,
@@ -103,7 +105,11 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
         sources=(machine.memory_source.id,),
         inferred="; ".join(filter(None, (machine.memory_inferred, RESERVED_BECAUSE))),
     )
-    cited = {id_ for part in (memory, bandwidth, launch, *matmul_tables, *rates, *tables) for id_ in part.sources}
+    cited = {
+        id_
+        for part in (memory, bandwidth, launch, *matmul_tables, *misaligned, *rates, *tables)
+        for id_ in part.sources
+    }
     profile = HardwareProfile(
         schema_version=SCHEMA_VERSION,
         name=machine.name,
@@ -119,6 +125,7 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
         attention_rates=tuple(rates),
         group_extrapolation=UNKNOWN_EXTRAPOLATION,
         collectives=tuple(tables),
+        misaligned_matmuls=tuple(misaligned),
     )
     profile = dataclasses.replace(profile, group_extrapolation=group_extrapolation(profile))
     return Built(

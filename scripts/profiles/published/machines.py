@@ -4,6 +4,7 @@ A new machine is a new entry of MACHINES. What names a `hardware`, an `interconn
 data folder's files; every other number stands here with its source. Rates of links are bytes per second, one way.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tpplan.machine.tables import Source
@@ -104,6 +105,22 @@ class SpareRatios:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedMisaligned:
+    """float16 TFLOP/s of large products, by the bytes that their rows begin at multiples of, and of aligned ones.
+
+    relative_error: how far the further time of a FLOP in smaller products is from that. unlike_error: of another kind
+    of GPU, which nobody measured.
+    """
+
+    hardware: str
+    tflops: Mapping[int, float]
+    aligned_tflops: float
+    relative_error: float
+    unlike_error: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedAttention:
     """TFLOP/s of FlashAttention-2 at shapes of training."""
 
@@ -156,6 +173,8 @@ class Machine:
 FACT = "a fact; nothing bundled"
 DATA_SHEETS, ML_ENGINEERING = "NVIDIA-data-sheets", "ML-engineering"
 
+SIZING = "Transformer-sizing"
+
 CITED_SOURCES = (
     Source(
         id="FA3",
@@ -191,6 +210,13 @@ CITED_SOURCES = (
         " rates of a search over shapes (mamf-finder), and peaks of memory bandwidth",
     ),
     Source(
+        id=SIZING,
+        licence="medians of published figures; nothing bundled",
+        source="https://github.com/EleutherAI/cookbook (27dff48d595f), sizing/results: vocab_v_sweep.out (8192 x 14336"
+        " by 14336 x 51136 to 51220), and for the error h_sweep.out (attention's products, head dims 128 to 148) and"
+        " mm/ksweep_low/a100.out (27648 x 64 to 436 by 4096), float16 on an A100",
+    ),
+    Source(
         id=DATA_SHEETS,
         licence=FACT,
         source="NVIDIA's data sheets, as third parties quote them: NVLink both ways 600 GB/s (A100), 900 GB/s (H100,"
@@ -220,6 +246,15 @@ H100_NCCL_SOURCES = ("S03", *(f"S{i:02d}" for i in range(5, 11)), *(f"S{i:02d}" 
 H100_RDMA = "RDMA, 400Gb/s per GPU INFERRED from 48.8 GB/s busbw at 1 GPU/node"
 XLA_MATMULS = "S26"
 A100_SXM, A100_PCIE, H100_SXM, H200_SXM = "A100 SXM 80GB", "A100 PCIe", "H100 SXM 80GB", "H200 SXM"
+
+MISALIGNED = PublishedMisaligned(
+    hardware=A100_SXM,
+    tflops={8: 139.8, 4: 138.4, 2: 74.1},
+    aligned_tflops=255.4,
+    relative_error=0.4,
+    unlike_error=0.5,
+    source=SIZING,
+)
 
 COUNTING = "bytes: the whole value over all ranks of a group; for all_to_all ranks x nccl-tests' size, else its size"
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from published.machines import (
     DATA_SHEETS,
+    ML_ENGINEERING,
     BestRate,
     Machine,
     MeasuredMatmuls,
     PowerLimited,
+    PublishedMisaligned,
     SpareRatios,
     SpareRows,
 )
@@ -26,7 +28,7 @@ from published.read import Array, Data, matmul_grid, matmul_rows
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.machine.fit_tables import TIME_DIGITS, beyond_error, digits, interpolation_error, isotonic_grid, rms
 from tpplan.machine.profile import HardwareProfile
-from tpplan.machine.tables import MatmulTable
+from tpplan.machine.tables import MatmulTable, MisalignedMatmuls
 
 #: of what follows from a table of another dtype or machine and was compared with nothing
 UNCHECKED_RELATIVE_ERROR = 0.1
@@ -190,6 +192,31 @@ def with_error(table: MatmulTable, error: float, how: str, sources: tuple[str, .
         sources=tuple(dict.fromkeys(table.sources + sources)),
         inferred=f"{how}; there: {table.inferred}" if table.inferred else how,
     )
+
+
+def misaligned(data: Data, figures: PublishedMisaligned, machine: Machine, rate: Rate) -> list[MisalignedMatmuls]:
+    """Half-precision rates of misaligned products: as published, and on other hardware the same share of its rate."""
+    share, error = rate.flop_per_s / (TERA * data.figure(figures.hardware, BEST_RATE)), figures.relative_error
+    is_measured, how = machine.compute == BestRate(hardware=figures.hardware), "float16 was measured, on an A100"
+    if not is_measured:
+        error = math.hypot(error, figures.unlike_error)
+        how += (
+            f"; its rates times {share:.3g}, as large aligned products; relative_error: its own there, with"
+            f" {figures.unlike_error:g}, assumed"
+        )
+    return [
+        MisalignedMatmuls(
+            dtype=dtype,
+            bytes=num_bytes,
+            flop_per_s=digits(share * TERA * tflops, 3),
+            aligned_flop_per_s=digits(share * TERA * figures.aligned_tflops, 3),
+            relative_error=digits(error, 2),
+            sources=(figures.source, ML_ENGINEERING),
+            inferred=None if is_measured and dtype == "float16" else how,
+        )
+        for dtype in ("bfloat16", "float16")
+        for num_bytes, tflops in figures.tflops.items()
+    ]
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

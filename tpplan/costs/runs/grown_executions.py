@@ -64,10 +64,11 @@ class _Line:
             case MemoryBound(), MemoryBound():
                 return MemoryBound(num_bytes=self.at(low.num_bytes, high.num_bytes))
             case Matmul(), Matmul():
-                _require(low.dtype == high.dtype)
+                _require((low.dtype, len(low.leading)) == (high.dtype, len(high.leading)))
                 m, n, k, batch = self._one((low.m, low.n, low.k, low.batch), (high.m, high.n, high.k, high.batch))
+                leading = self._all(low.leading, high.leading)
                 further_bytes = self.at(low.further_bytes, high.further_bytes)
-                return Matmul(m=m, n=n, k=k, batch=batch, dtype=low.dtype, further_bytes=further_bytes)
+                return Matmul(m=m, n=n, k=k, batch=batch, dtype=low.dtype, leading=leading, further_bytes=further_bytes)
             case Attention(), Attention():
                 own, other = low.sizes, high.sizes
                 _require(replace(high, flop=low.flop, sizes=own) == low)

@@ -6,13 +6,14 @@ A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
 
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.machine.profile import AttentionSizes, Estimate, HardwareProfile
+from tpplan.machine.tables import ALIGNED_BYTES
 from tpplan.plan.plan import WorkKind
 from tpplan.torch_internals.operators import gives_views
 from tpplan.torch_internals.recording import TorchDispatchMode
@@ -23,6 +24,8 @@ from tpplan.trace.hooks.live_storages import Storages
 class Matmul:
     """A batch of products (m, k) @ (k, n). A grouped product counts as one product of all its rows.
 
+    `leading` are the leading dimensions of both operands and of the result, as BLAS calls them: elements from where a
+    row begins to where the next one does (a column, in a transposed matrix); () where they are not known.
     `further_bytes` are those of a grouped product's matrices beside the first, which it reads, or writes as gradients.
     """
 
@@ -31,7 +34,13 @@ class Matmul:
     k: int
     batch: int
     dtype: str
+    leading: tuple[int, ...] = ()
     further_bytes: int = 0
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two up to ALIGNED_BYTES, in bytes, that all rows begin at multiples of."""
+        return gcd(ALIGNED_BYTES, *(DTYPE_BYTES[self.dtype] * size for size in self.leading))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +156,9 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _kernel(self, name: str, args: Any, result: Any) -> Kernel:
         if name in ("aten.mm.default", "aten.bmm.default"):
-            return _product(args[0], args[1])
+            return _product(args[0], args[1], result)
         if name in ("aten.addmm.default", "aten.baddbmm.default"):
-            return _product(args[1], args[2])
+            return _product(args[1], args[2], result)
         if name in _GROUPED:
             return _grouped_product(args[0], args[1], result)
         if name in _LOOKUPS:
@@ -187,23 +196,36 @@ def is_view(func: Any) -> bool:
     return str(func) in _VIEW_LIKE or gives_views(func)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
+def _product(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Matmul:
     batch = left.shape[0] if left.dim() == 3 else 1
-    return _matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=left.dtype)
+    leading = tuple(map(_leading_dimension, (left, right, result)))
+    m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
+    return _matmul(m=m, n=n, k=k, batch=batch, dtype=left.dtype, leading=leading)
 
 
-def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul:
-    """Returns a Matmul; one of complex numbers counts as four real ones."""
+def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype, leading: tuple[int, ...] = ()) -> Matmul:
+    """Returns a Matmul; one of complex numbers counts as four real ones, with twice as much between rows."""
     if dtype.is_complex:
-        batch, dtype = 4 * batch, dtype.to_real()
-    return Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype_name(dtype))
+        batch, dtype, leading = 4 * batch, dtype.to_real(), tuple(2 * size for size in leading)
+    return Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype_name(dtype), leading=leading)
+
+
+def _leading_dimension(matrix: torch.Tensor) -> int:
+    """Returns the elements between rows of a matrix [.., rows, columns], or between columns of a transposed one. What
+    is neither is copied by torch before it is multiplied."""
+    (rows, columns), (of_row, of_column) = matrix.shape[-2:], matrix.stride()[-2:]
+    if of_column == 1 and of_row >= columns:
+        return of_row
+    if of_row == 1 and of_column >= rows:
+        return of_column
+    return columns
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Matmul:
     """Returns a grouped product: rows by matrices [N, K] x [E, K, J], or the matrices' gradients [K, N] x [N, J]."""
     if left.dim() == right.dim() == 3:
-        return _product(left, right)
-    product = _matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=1, dtype=left.dtype)
+        return _product(left, right, result)
+    product = replace(_product(left, right, result), batch=1)
     first, *further = next(tensor for tensor in (left, right, result) if tensor.dim() == 3)
     return replace(product, further_bytes=len(further) * bytes_of(iter([first])))
 
@@ -270,7 +292,7 @@ def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
     match kernel:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
             stand_in = _stand_in(dtype, (table.dtype for table in profile.matmuls))
-            found = profile.matmul(m=m, n=n, k=k, batch=batch, dtype=stand_in)
+            found = profile.matmul(m=m, n=n, k=k, batch=batch, dtype=stand_in, alignment=kernel.alignment)
             time = profile.matmul_slowdown * _as_if(found, dtype, stand_in) + _moving(profile, kernel.further_bytes)
         case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
             stand_in = _stand_in(dtype, (rate.dtype for rate in profile.attention_rates))
