@@ -35,7 +35,8 @@ def measure_misaligned(
 
     def make(point: Point) -> Callable[[], Tensor]:
         size, count, form = point
-        return operands.product((1, size, *(2 * [_width(size, count, dtype)])), form)
+        width = _width(size, count, dtype)
+        return operands.product((1, size, width, width), form)
 
     section = f"misaligned matmul {dtype_name(dtype)}"
     samples = in_rounds(device, points, make, section, budget_s, progress, repeats=MATMUL_REPEATS)

@@ -120,7 +120,7 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
+        notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.notes) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
         stage=_with_bytes(request.stage, assignment, solver),

@@ -242,7 +242,7 @@ def price(
         unruled_ops=priced.unruled_ops,
         tp_shares=counted_again(loaded.tp_shares, assignment, traces.reuse.executor, priced.op_seconds),
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
-        notes=(*traced.notes, *priced.guesses) or None,
+        notes=(*traced.notes, *priced.notes) or None,
     )
 
 

@@ -21,6 +21,7 @@ from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.collectives_of_step import collectives
 from tpplan.costs.prediction.memory_ledger import Peak
 from tpplan.costs.prediction.memory_replay import memory
+from tpplan.costs.prediction.misaligned import misaligned_matmuls
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import flop_of
 from tpplan.costs.step.cost_table import price_space
@@ -61,14 +62,14 @@ class StepTime:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """The sections of a plan that depend on the profile, and its collectives. `op_seconds` are the kernel seconds of
-    each op in a step, by its name."""
+    each op in a step, by its name. `notes` tell of costs that are guesses, and of matmuls that a size makes slow."""
 
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
     op_seconds: Mapping[str, float]
     unruled_ops: Mapping[str, float]
     opaque_seconds: Mapping[str, float]
-    guesses: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def price(
@@ -108,7 +109,7 @@ def price(
         op_seconds=seconds.by_name,
         unruled_ops=seconds.of_unruled_ops(),
         opaque_seconds=seconds.of_opaque_modules(),
-        guesses=guesses(lifetimes),
+        notes=(*misaligned_matmuls(lifetimes, profile, predicted.step_time_s), *guesses(lifetimes)),
     )
 
 

@@ -281,6 +281,11 @@ def _moving(profile: HardwareProfile, num_bytes: int) -> Estimate:
     return Estimate(seconds=seconds, error_s=seconds * profile.bandwidth.relative_error)
 
 
+def further_time(profile: HardwareProfile, kernel: Matmul) -> float:
+    """Returns the seconds that a matmul takes longer than an aligned one of its sizes; 0 where it is aligned."""
+    return kernel_time(profile, kernel).seconds - kernel_time(profile, replace(kernel, leading=())).seconds
+
+
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
     """Returns the seconds of one kernel in training, with the time to issue it where the device is a CPU.
 
