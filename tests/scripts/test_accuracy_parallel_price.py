@@ -220,9 +220,9 @@ def test_refusals_are_counted_by_reason() -> None:
 
 
 CODE_TABLE = """\
-source_id,models,global_batches,attention,overlap,reduce,sends,sequence_parallel,split,window,recompute,zero,\
+source_id,models,global_batches,attention,overlap,reduce,sends,sequence_parallel,split,window,vocab_multiple,recompute,zero,\
 node_bytes_per_s,vpp,source
-S1,*,*,flash,exposed,fp32,whole,stated,even,0,stated,stated,0,stated,here
+S1,*,*,flash,exposed,fp32,whole,stated,even,0,128,stated,stated,0,stated,here
 """
 
 
