@@ -19,7 +19,7 @@ from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.solve_stages import Search, why_no_parts
-from tpplan.search.pipelines.stage_solver import StageSolver
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.planner import prepare, solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.search.points.request import Request
@@ -67,7 +67,8 @@ def solve_any(
     best, left = _fastest(solver, pace, whole, progress)
     if best is None:
         return _saying(whole or solve_request(request, options, reuse, prove=prove), left)
-    found = Search(solver=solver, shape=best, progress=progress).found(prove=prove)
+    shape, degrees = best
+    found = Search(solver=solver, shape=shape, progress=progress).found(prove=prove, degrees=degrees)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
         return _saying(whole, left)
     return _saying(found, left)
@@ -75,31 +76,33 @@ def solve_any(
 
 def _fastest(
     solver: StageSolver, pace: float, whole: Plan | None, progress: Progress | None
-) -> tuple[PipelineShape | None, tuple[str, ...]]:
-    """The shape with the fastest step, None where the whole model is faster; and lines on shapes that were left out or
-    that cannot be, one for each kind of reason."""
+) -> tuple[tuple[PipelineShape, Degrees] | None, tuple[str, ...]]:
+    """The shape with the fastest step and its degrees, None where the whole model is faster; and lines on shapes that
+    were left out or that cannot be, one for each kind of reason."""
     least = whole.predicted.step_time_s if whole is not None else float("inf")
-    best: PipelineShape | None = None
+    best: tuple[PipelineShape, Degrees] | None = None
     tried = 0
     candidates = sorted(_shapes(solver, pace), key=lambda one: (one.floor_s, one.shape))
     left: list[PipelineShape] = []
     why_not: dict[type[Exception], str] = {}
-    for candidate in candidates:
+    for done, candidate in enumerate(candidates):
+        if progress is not None:
+            progress("solve", done, len(candidates))
         if candidate.floor_s >= least:
             continue
         if tried == MOST_SHAPES:
             left.append(candidate.shape)
             continue
-        search = Search(solver=solver, shape=candidate.shape, progress=progress)
+        search = Search(solver=solver, shape=candidate.shape, progress=None)
         try:
-            seconds, _ = search.best(search.even())
+            found = search.best(search.even(), least)
             tried += 1
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             logger.info("%s: %s", candidate.shape.option, error)
             why_not.setdefault(type(error), first_line(error))
             continue
-        if seconds < least:
-            least, best = seconds, candidate.shape
+        if found is not None:
+            least, best = found[0], (candidate.shape, found[1])
     said = tuple(f"{shape.option}, whose bound is higher than those of {MOST_SHAPES} others" for shape in left)
     said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
     return best, (*said, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")

@@ -139,20 +139,33 @@ class Search:
         smallest = min(degrees.micro_batch for degrees in self.degrees())
         return self.shape.even(len(self.solver.cuts(smallest, self.shape)) + 1)
 
-    def best(self, sizes: Sizes) -> tuple[float, Degrees]:
-        """The seconds of the fastest step, and its degrees. Raises InfeasibleError where none fits."""
-        found: list[tuple[float, Degrees]] = []
-        every = self.degrees()
-        for done, (_, own) in enumerate(groupby(every, key=attrgetter("tp"))):
-            self._report("solve", done, len({degrees.tp for degrees in every}))
+    def best(self, sizes: Sizes, least: float = math.inf) -> tuple[float, Degrees] | None:
+        """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
+        least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
+        fits."""
+        floors = {degrees: self.solver.floor(self.shape, degrees) for degrees in self.degrees()}
+        first = min(floors, key=floors.__getitem__)
+        if floors[first] >= least:
+            return None
+        found = {first: self._fastest(first, sizes)}
+        fastest, is_left_out = min(least, found[first][0]), False
+        for done, (_, own) in enumerate(groupby(floors, key=attrgetter("tp"))):
+            self._report("solve", done, len({degrees.tp for degrees in floors}))
             of_tp = math.inf
             for degrees in own:
-                found.append(self._fastest(degrees, sizes))
-                if of_tp < found[-1][0]:
+                if floors[degrees] >= fastest and degrees != first:
+                    is_left_out = True
+                    continue
+                if degrees not in found:
+                    found[degrees] = self._fastest(degrees, sizes)
+                    fastest = min(fastest, found[degrees][0])
+                if of_tp < found[degrees][0]:
                     break
-                of_tp = found[-1][0]
-        seconds, best = min(found, key=itemgetter(0))
-        if seconds == math.inf:
+                of_tp = found[degrees][0]
+        seconds, best = min(found.values(), key=itemgetter(0))
+        if seconds >= least:
+            if is_left_out or seconds < math.inf:
+                return None
             missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
             raise InfeasibleError(
                 f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations "
@@ -182,10 +195,13 @@ class Search:
         dims = range(min(map(len, shapes)) - 1)
         return [None, *(dim for dim in dims if all(shape[dim] % degrees.tp == 0 for shape in shapes))]
 
-    def found(self, *, prove: bool) -> PipelinePlan:
-        """The plan. Raises what `solve_stages` raises."""
+    def found(self, *, prove: bool, degrees: Degrees | None = None) -> PipelinePlan:
+        """The plan; with `degrees`, those are the best. Raises what `solve_stages` raises."""
         sizes = self.even()
-        _, degrees = self.best(sizes)
+        if degrees is None:
+            best = self.best(sizes)
+            assert best is not None, "no step is slower than infinitely many seconds"
+            _, degrees = best
         sizes, _ = self._moved(degrees, sizes)
         every = AllStages.of(self.solver, self.shape, sizes, degrees)
         self._report("prove", 0, 1)

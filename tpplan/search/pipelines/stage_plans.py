@@ -143,8 +143,9 @@ class AllStages:
         for share in _SHARES:
             beside = replace(known, in_flight=max(1, math.ceil(share * known.in_flight)))
             other = self.solver.tried(self.degrees, self.shape, stage, beside)
-            if other is not None and other.predicted.step_time_s < plan.predicted.step_time_s:
-                found.setdefault(other.predicted.step_time_s, (beside, other))
+            if other is None or other.predicted.step_time_s >= plan.predicted.step_time_s:
+                break  # with more in flight there is less memory, and no plan is faster
+            found.setdefault(other.predicted.step_time_s, (beside, other))
         return [found[seconds] for seconds in sorted(found)]
 
     def _settled(self, plans: Sequence[Plan]) -> list[Plan]:

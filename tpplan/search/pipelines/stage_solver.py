@@ -19,7 +19,9 @@ from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.planner import solve_request
+from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
+from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference, written_buffers
 from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
@@ -107,6 +109,19 @@ class StageSolver:
         ends = [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
         chosen = [possible[end - 1] for end in ends]
         return stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
+
+    @cached_property
+    def _points(self) -> PointSolver:
+        return PointSolver(request=self.request, traces=TraceCache(self.request.subject, self.reuse))
+
+    def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
+        """Seconds that no step at these degrees is below: the least compute and tp collectives of the whole model,
+        evenly on all parts, and as many micro-batches of waiting as an even pipeline has."""
+        ranks = self.gpus(shape).gpus // degrees.tp
+        point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
+        steps = self.batch.global_batch // (ranks * degrees.micro_batch)
+        waiting = (shape.parts - 1) / (shape.virtual_stages * steps)
+        return self._points.floor(point) / (ranks * shape.parts) * (1 + waiting)
 
     # A stage
 
