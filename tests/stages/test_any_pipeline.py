@@ -1,6 +1,7 @@
 """How many stages: the fastest of all numbers of them, found without solving those that a bound excludes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.report.stages import stage_facts
 from tpplan.search.pipelines.any_pipeline import VIRTUAL_STAGES
-from tpplan.search.points.options import Options
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.search.pipelines.solve_stages import Search
+from tpplan.search.pipelines.stage_plans import AllStages
+from tpplan.search.pipelines.stage_solver import StageSolver
+from tpplan.search.points.options import Batch, Options
 
 MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
 CLUSTER = tpplan.Cluster(gpus=4, gpus_per_node=4, profile=MACHINE)
@@ -88,6 +93,34 @@ def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     plan = found(limit)
     assert plan.predicted.step_time_s == pytest.approx(min(every.values()), rel=1e-9)
     assert any("stages on a GPU" in line for line in plan.solver.unsearched or ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"), [(PipelineShape(parts=2, virtual_stages=2), LIMIT), (PipelineShape(parts=4), None)]
+)
+def test_no_step_is_below_its_floors(shape: PipelineShape, limit: float | None) -> None:
+    """Of every tp degree and micro-batch, with weights gathered once and for every micro-batch."""
+    batch = Batch(BATCH, MICRO_BATCH[limit], LENGTH)
+    solver = StageSolver(
+        build_model=Stack,
+        example_inputs=text,
+        cluster=CLUSTER,
+        batch=batch,
+        options=replace(options(limit), all_gpus=True, ep=1),
+    )
+    search = Search(solver=solver, shape=shape, progress=None)
+    sizes, steps = search.even(), []
+    for degrees in search.degrees():
+        for once in (False, True):
+            own = replace(degrees, once=once)
+            seconds, _ = search.tried(own, sizes)
+            floor = AllStages.of(solver, shape, sizes, own).floor()
+            assert max(floor, solver.floor(shape, own)) <= seconds * (1 + 1e-9)
+            steps.append(seconds)
+    fastest = min(steps)
+    assert fastest < math.inf
+    # What takes as long as another step is left out.
+    assert search.best(sizes, least=fastest * 0.99) is None
 
 
 @pytest.mark.parametrize(

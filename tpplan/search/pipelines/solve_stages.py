@@ -7,8 +7,8 @@ makes a step shorter, and the stages of the best are proven.
 
 import math
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from itertools import chain, groupby
+from operator import attrgetter
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
@@ -84,6 +84,16 @@ def why_no_parts(parts: int, cluster: Cluster) -> str:
     return ""
 
 
+#: seconds of a step and its degrees; without degrees, one that was left out as it is slower than another
+_Found = tuple[float, Degrees | None]
+_LEFT_OUT: _Found = (math.inf, None)
+
+
+def _order(found: _Found) -> tuple[float, bool]:
+    """The fastest first; of none that fits, first what was left out, which may fit."""
+    return found[0], found[1] is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """The search for a plan of one shape."""
@@ -144,28 +154,24 @@ class Search:
         least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
         fits."""
         floors = {degrees: self.solver.floor(self.shape, degrees) for degrees in self.degrees()}
+        found: dict[Degrees, _Found] = {}
         first = min(floors, key=floors.__getitem__)
-        if floors[first] >= least:
-            return None
-        found = {first: self._fastest(first, sizes)}
-        fastest, is_left_out = min(least, found[first][0]), False
-        for done, (_, own) in enumerate(groupby(floors, key=attrgetter("tp"))):
-            self._report("solve", done, len({degrees.tp for degrees in floors}))
+        for done, (_, own) in enumerate(chain([(0, [first])], groupby(floors, key=attrgetter("tp")))):
+            self._report("solve", done, 1 + len({degrees.tp for degrees in floors}))
             of_tp = math.inf
             for degrees in own:
-                if floors[degrees] >= fastest and degrees != first:
-                    is_left_out = True
-                    continue
                 if degrees not in found:
-                    found[degrees] = self._fastest(degrees, sizes)
-                    fastest = min(fastest, found[degrees][0])
-                if of_tp < found[degrees][0]:
+                    is_slower = floors[degrees] >= least
+                    found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, sizes, least)
+                    least = min(least, found[degrees][0])
+                seconds, way = found[degrees]
+                if way is not None and of_tp < seconds:
                     break
-                of_tp = found[degrees][0]
-        seconds, best = min(found.values(), key=itemgetter(0))
-        if seconds >= least:
-            if is_left_out or seconds < math.inf:
-                return None
+                of_tp = of_tp if way is None else seconds
+        seconds, best = min(found.values(), key=_order)
+        if best is None:
+            return None
+        if seconds == math.inf:
             missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
             raise InfeasibleError(
                 f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations "
@@ -174,15 +180,26 @@ class Search:
             )
         return seconds, best
 
-    def _fastest(self, degrees: Degrees, sizes: Sizes) -> tuple[float, Degrees]:
+    def _fastest(self, degrees: Degrees, sizes: Sizes, least: float) -> _Found:
         """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
         a step; or, unless that is pinned, in this way of crossing for every micro-batch."""
-        ways = [replace(degrees, once=True, sliced=dim) for dim in self._dims_to_slice(degrees, sizes)]
-        best = min((self.tried(way, sizes) for way in ways), key=itemgetter(0))
-        if self.solver.options.whole_gradients:
-            return best
-        often = self.tried(replace(best[1], fsdp=degrees.fsdp, once=False), sizes)
-        return min(best, often, key=itemgetter(0))
+        found: dict[Degrees, _Found] = {}
+        for dim in self._dims_to_slice(degrees, sizes):
+            once = replace(degrees, once=True, sliced=dim)
+            found[once] = self._unless_slower(once, sizes, least)
+            least = min(least, found[once][0])
+        if not self.solver.options.whole_gradients:
+            sliced = min(found, key=lambda way: found[way][0]).sliced
+            often = replace(degrees, once=False, sliced=sliced)
+            found[often] = self._unless_slower(often, sizes, least)
+        return min(found.values(), key=_order)
+
+    def _unless_slower(self, degrees: Degrees, sizes: Sizes, least: float) -> _Found:
+        """The step at these degrees, unless it takes `least` or longer."""
+        if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor() >= least:
+            return _LEFT_OUT
+        found = self.tried(degrees, sizes)
+        return found if found[0] < least or found[0] == math.inf else _LEFT_OUT
 
     def _dims_to_slice(self, degrees: Degrees, sizes: Sizes) -> list[int | None]:
         """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is

@@ -16,6 +16,7 @@ from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.step_seconds import seconds_once
 
 #: rounds of solving stages with less memory than before
 MOST_ROUNDS = 5
@@ -77,6 +78,22 @@ class AllStages:
 
         fullest = max(self.firsts.values(), key=fullness)
         return self.solver.decided(self.degrees, self.shape, fullest, self.beside[self.kind(fullest)])
+
+    def floor(self) -> float:
+        """Seconds that no step of these stages is below; infinite where they do not fit.
+
+        The stages of the most common kind run by their fastest plan, with one micro-batch in flight; the others take no
+        time. A rank waits for the first micro-batch's forward and the last one's backward in the stages before its own.
+        """
+        kinds = [self.kind(stage) for stage in self.stages]
+        kind = max(dict.fromkeys(kinds), key=kinds.count)
+        fewest = replace(self.beside[kind], in_flight=1)
+        plan = self.solver.tried(self.degrees, self.shape, self.firsts[kind], fewest)
+        if plan is None:
+            return math.inf
+        parts, step_s = self.shape.parts, plan.predicted.step_time_s
+        each_s = (step_s - seconds_once(plan)) / plan.batch.accumulation_steps
+        return max(kinds[rank::parts].count(kind) * step_s + kinds[:rank].count(kind) * each_s for rank in range(parts))
 
     def plans(self) -> list[Plan] | None:
         """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all."""
