@@ -21,7 +21,7 @@ Positive = Annotated[float, Above(0)]
 
 #: most numbers of a profile that were fitted to training runs
 MOST_FITTED = 2
-#: tensor cores' kernels load so many bytes at once, of rows that begin at multiples of them; fewer that rows begin at
+#: rows of matrices begin at multiples of so many bytes for the fast kernels of tensor cores, or of fewer
 ALIGNED_BYTES, MISALIGNED_BYTES = 16, (2, 4, 8)
 
 

@@ -48,7 +48,7 @@ def measure_misaligned(
 
 
 def _width(size: int, count: int, dtype: torch.dtype) -> int:
-    """The least multiple of `count` bytes, in elements, from `size` on that is no multiple of more, up to 16."""
+    """Elements of a row that follows another at a multiple of `count` bytes and of no more; about `size`."""
     return size if count == ALIGNED_BYTES else size + count // dtype.itemsize
 
 
