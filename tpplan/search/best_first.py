@@ -31,6 +31,10 @@ from tpplan.solvers.problem import Status
 logger = logging.getLogger(__name__)
 
 
+class NotFasterError(Exception):
+    """Every plan that fits is slower than the cutoff."""
+
+
 class Stage(IntEnum):
     """The next solve of a point: none but a sum of least terms, of its lightest treatment, of its ILP relaxed with one
     memory row and with all of them, of its ILP. The first and the last but one are of use before there is a plan."""
@@ -60,6 +64,8 @@ class Progress:
     lowered: dict[Point, float] = field(default_factory=dict)
     #: optima that were refuted, which bound what is left of their points
     refuted: dict[Point, float] = field(default_factory=dict)
+    #: seconds above which no plan is looked for
+    cutoff_s: float = math.inf
 
     def best(self) -> Candidate | None:
         """The fastest candidate; of equal ones that of the least point."""
@@ -68,9 +74,9 @@ class Progress:
 
     @property
     def ceiling(self) -> float:
-        """Seconds of the fastest plan that is known: no point with a bound above is looked at."""
+        """Seconds of the fastest plan that is known, or of the cutoff: no point with a bound above is looked at."""
         best = self.best()
-        return math.inf if best is None or best.solution.objective is None else best.solution.objective
+        return self.cutoff_s if best is None or best.solution.objective is None else best.solution.objective
 
     def larger_than_unfit(self, points: list[Point]) -> set[Point]:
         """The points among `points` of whose mesh a smaller micro-batch is known not to fit: a larger one keeps as much
@@ -85,7 +91,8 @@ class Progress:
 def explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidate:
     """The fastest candidate: solves every point that may be it, one micro-batch (and trace) after the other.
 
-    Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
+    Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout; NotFasterError where
+    bounds above the cutoff are all that is known of some points.
     """
     request = solvers.request
     groups = _groups(points)
@@ -171,6 +178,9 @@ def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> No
     """Raises the error where no point has a candidate."""
     if known.undecided:
         raise next(iter(known.undecided.values()))
+    unsolved = (point for point in points if point not in known.solved and point not in known.too_large)
+    if known.cutoff_s < math.inf and any(point.space not in known.without for point in unsolved):
+        raise NotFasterError
     left = [point for point in points if point.space not in known.without]
     if left:
         stage = solvers.request.stage

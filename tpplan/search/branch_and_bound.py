@@ -72,9 +72,10 @@ class _Answer:
 def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
     """The fastest plan over all points; with `prove` the fastest that no counterexample refutes.
 
-    Raises InfeasibleError where nothing fits, and SolverError where no plan could be proven in MAX_ROUNDS rounds.
+    Raises InfeasibleError where nothing fits, NotFasterError where what fits is slower than the request's cutoff, and
+    SolverError where no plan could be proven in MAX_ROUNDS rounds.
     """
-    known, last = Progress(), ""
+    known, last = Progress(cutoff_s=solvers.request.cutoff_s), ""
     for rounds in range(1, MAX_ROUNDS + 1):
         known, answer = _answered(solvers, points, known, unsearched)
         if not prove:
@@ -87,7 +88,7 @@ def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *
             return _completed(solvers, points, answer, checked)
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
-            points, known = _applicable(solvers, points, point.ep), Progress()
+            points, known = _applicable(solvers, points, point.ep), Progress(cutoff_s=known.cutoff_s)
         else:
             forbid(solver, checked, answer.assignment, answer.best.formulation, answer.traced, plan)
             _forget_cut(solver, known, point.ep)
@@ -110,7 +111,7 @@ def _answered(
         traced = solver.traces.really_traced(best.point.micro_batch)
         if not solver.has_grown_right(best):
             solver.distrust_grown()
-            known = Progress()
+            known = Progress(cutoff_s=known.cutoff_s)
             continue
         assignment = _assignment(best, traced)
         priced = _priced(solver, assignment, best)

@@ -43,6 +43,7 @@ from tpplan.solvers.problem import (
     Node,
     Problem,
     Resource,
+    Term,
     constant_term,
     linear_term,
 )
@@ -141,11 +142,16 @@ class Formulation:
     @property
     def alone(self) -> Problem:
         """The ILP of kernels and tp collectives of one micro-batch alone: every plan takes at least as long."""
+        return self._only(self.objective.of_micro_batch)
+
+    def alone_in(self, numbers: Mapping[str, int]) -> Problem:
+        """The ILP of kernels and tp collectives of one micro-batch in some decisions alone, so many of each class:
+        every plan takes at least as long in them."""
+        return self._only(self.objective.of_decisions(numbers))
+
+    def _only(self, objective: tuple[Term, ...]) -> Problem:
         return Problem(
-            nodes=self.priced.nodes(),
-            edges=self.priced.edges(),
-            objective=self.objective.of_micro_batch,
-            shared=self.priced.shared,
+            nodes=self.priced.nodes(), edges=self.priced.edges(), objective=objective, shared=self.priced.shared
         )
 
     @property

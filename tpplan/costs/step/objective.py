@@ -69,7 +69,9 @@ class Objective:
     @property
     def of_micro_batch(self) -> tuple[Term, ...]:
         """Seconds of kernels and of tp collectives of a micro-batch."""
-        return self.priced.once("runs", lambda: tuple(self._runs()))
+        members = self.priced.space.members
+        numbers = {name: len(own) for name, own in members.items()}
+        return self.priced.once("runs", lambda: tuple(self._runs(numbers)))
 
     @cached_property
     def beside(self) -> tuple[Term, ...]:
@@ -94,8 +96,12 @@ class Objective:
             parameter_bytes=self.parameter_bytes,
         )
 
-    def _runs(self) -> Iterator[Term]:
-        for name, members in self.priced.space.members.items():
+    def of_decisions(self, numbers: Mapping[str, int]) -> tuple[Term, ...]:
+        """Seconds of kernels and of tp collectives of a micro-batch in some decisions: so many of each class."""
+        return tuple(self._runs(numbers))
+
+    def _runs(self, numbers: Mapping[str, int]) -> Iterator[Term]:
+        for name, number in numbers.items():
             times = self.priced.times[name]
             for part, seconds in (
                 (COMPUTE, [t.forward.seconds + t.backward.seconds for t in times]),
@@ -105,7 +111,7 @@ class Objective:
                 ),
             ):
                 if any(seconds):
-                    yield linear_term(part, name, seconds, float(len(members)))
+                    yield linear_term(part, name, seconds, float(number))
 
     def lags(self) -> Mapping[str, LaunchLag]:
         """How far issuing a micro-batch's kernels falls behind running them; empty where the profile does not say."""

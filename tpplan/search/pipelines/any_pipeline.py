@@ -95,7 +95,7 @@ def _fastest(
             continue
         search = Search(solver=solver, shape=candidate.shape, progress=None)
         try:
-            found = search.best(search.even(), least)
+            found = search.best(least)
             tried += 1
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             logger.info("%s: %s", candidate.shape.option, error)

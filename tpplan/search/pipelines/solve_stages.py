@@ -1,8 +1,8 @@
 """The plan of a model in stages: where it is cut, the mesh of a stage, the micro-batch, and the plan of each stage.
 
 Each stage is a model of its own (tpplan.stages), which `solve_request` solves and proves. All degrees and micro-batches
-are tried with equally many layers in each stage; layers then move from the slowest stage to the fastest while that
-makes a step shorter, and the stages of the best are proven.
+are tried with the cuts that balance what the ranks take at least (tpplan.search.pipelines.stage_loads); layers then
+move from the slowest rank to the fastest while that makes a step shorter, and the stages of the best are proven.
 """
 
 import math
@@ -14,6 +14,7 @@ from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
+from tpplan.search.best_first import NotFasterError
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import AllStages
@@ -27,7 +28,7 @@ MOST_MOVES = 4
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
     "micro-batches above one that is slower than the one below it",
-    "other cuts than even ones and those that moving single layers leads to",
+    "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "zero-bubble schedules; stages of different tp or fsdp degrees",
     "tied weights over two stages, and experts divided over ranks of a stage",
 )
@@ -126,16 +127,18 @@ class Search:
             )
         return found
 
-    def tried(self, degrees: Degrees, sizes: Sizes) -> tuple[float, Degrees]:
-        """Seconds of a step, and the degrees with the FSDP degree that one stage chooses, or the next one that fits."""
-        decided = AllStages.of(self.solver, self.shape, sizes, degrees).decided()
+    def tried(self, degrees: Degrees, least: float = math.inf) -> tuple[float, Degrees]:
+        """Seconds of a step, and the degrees with the FSDP degree that one stage chooses, or the next one that fits.
+        Raises NotFasterError where a step is known to take `least` or longer."""
+        sizes = self.solver.sizes(self.shape, degrees)
+        decided = AllStages.of(self.solver, self.shape, sizes, degrees).decided(least)
         if decided is None:
             return math.inf, degrees
         ranks = self.solver.gpus(self.shape).gpus // degrees.tp
         larger = [] if degrees.fsdp else [shard for shard in divisors(ranks) if shard > decided.fsdp]
         for shard in (decided.fsdp, *larger):
             own = replace(decided, fsdp=shard)
-            plans = AllStages.of(self.solver, self.shape, sizes, own).plans()
+            plans = AllStages.of(self.solver, self.shape, sizes, own).plans(least)
             if plans is not None:
                 return self.seconds(plans), own
         return math.inf, decided
@@ -144,16 +147,12 @@ class Search:
         """Seconds of a step of some stages."""
         return predicted(plans, self.shape, self.solver.cluster).step_time_s
 
-    def even(self) -> Sizes:
-        """The layers of stages with equally many. Raises UsageError where the model has too few places to be cut."""
-        smallest = min(degrees.micro_batch for degrees in self.degrees())
-        return self.shape.even(len(self.solver.cuts(smallest, self.shape)) + 1)
-
-    def best(self, sizes: Sizes, least: float = math.inf) -> tuple[float, Degrees] | None:
+    def best(self, least: float = math.inf) -> tuple[float, Degrees] | None:
         """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
         least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
-        fits."""
-        floors = {degrees: self.solver.floor(self.shape, degrees) for degrees in self.degrees()}
+        fits, and UsageError where the model has too few places to be cut."""
+        floors = {degrees: self.solver.even_floor(self.shape, degrees) for degrees in self.degrees()}
+        floors |= {own: self.solver.floor(self.shape, own) for own, floor in floors.items() if floor < least}
         found: dict[Degrees, _Found] = {}
         first = min(floors, key=floors.__getitem__)
         for done, (_, own) in enumerate(chain([(0, [first])], groupby(floors, key=attrgetter("tp")))):
@@ -162,7 +161,7 @@ class Search:
             for degrees in own:
                 if degrees not in found:
                     is_slower = floors[degrees] >= least
-                    found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, sizes, least)
+                    found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, least)
                     least = min(least, found[degrees][0])
                 seconds, way = found[degrees]
                 if way is not None and of_tp < seconds:
@@ -180,30 +179,35 @@ class Search:
             )
         return seconds, best
 
-    def _fastest(self, degrees: Degrees, sizes: Sizes, least: float) -> _Found:
+    def _fastest(self, degrees: Degrees, least: float) -> _Found:
         """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
         a step; or, unless that is pinned, in this way of crossing for every micro-batch."""
         found: dict[Degrees, _Found] = {}
-        for dim in self._dims_to_slice(degrees, sizes):
+        for dim in self._dims_to_slice(degrees):
             once = replace(degrees, once=True, sliced=dim)
-            found[once] = self._unless_slower(once, sizes, least)
+            found[once] = self._unless_slower(once, least)
             least = min(least, found[once][0])
         if not self.solver.options.whole_gradients:
             sliced = min(found, key=lambda way: found[way][0]).sliced
             often = replace(degrees, once=False, sliced=sliced)
-            found[often] = self._unless_slower(often, sizes, least)
+            found[often] = self._unless_slower(often, least)
         return min(found.values(), key=_order)
 
-    def _unless_slower(self, degrees: Degrees, sizes: Sizes, least: float) -> _Found:
+    def _unless_slower(self, degrees: Degrees, least: float) -> _Found:
         """The step at these degrees, unless it takes `least` or longer."""
-        if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor() >= least:
+        sizes = self.solver.sizes(self.shape, degrees)
+        if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor(least) >= least:
             return _LEFT_OUT
-        found = self.tried(degrees, sizes)
+        try:
+            found = self.tried(degrees, least)
+        except NotFasterError:
+            return _LEFT_OUT
         return found if found[0] < least or found[0] == math.inf else _LEFT_OUT
 
-    def _dims_to_slice(self, degrees: Degrees, sizes: Sizes) -> list[int | None]:
+    def _dims_to_slice(self, degrees: Degrees) -> list[int | None]:
         """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is
         the width of the layers."""
+        sizes = self.solver.sizes(self.shape, degrees)
         stages = self.solver.stages(self.shape, sizes, degrees.micro_batch)
         crossing = [stage.sends for stage in stages[:-1]]
         if degrees.tp == 1 or any(len(tensors) != 1 for tensors in crossing):
@@ -214,12 +218,11 @@ class Search:
 
     def found(self, *, prove: bool, degrees: Degrees | None = None) -> PipelinePlan:
         """The plan; with `degrees`, those are the best. Raises what `solve_stages` raises."""
-        sizes = self.even()
         if degrees is None:
-            best = self.best(sizes)
+            best = self.best()
             assert best is not None, "no step is slower than infinitely many seconds"
             _, degrees = best
-        sizes, _ = self._moved(degrees, sizes)
+        sizes, _ = self._moved(degrees)
         every = AllStages.of(self.solver, self.shape, sizes, degrees)
         self._report("prove", 0, 1)
         plans = every.own_plans(prove=prove)
@@ -251,17 +254,20 @@ class Search:
             stages=tuple(plans),
         )
 
-    def _moved(self, degrees: Degrees, sizes: Sizes) -> tuple[Sizes, list[Plan]]:
-        """The stages, with layers moved from the slowest to the fastest while a step gets shorter."""
+    def _moved(self, degrees: Degrees) -> tuple[Sizes, list[Plan]]:
+        """The stages, with layers moved from the slowest rank to the fastest while a step gets shorter."""
+        sizes, parts = self.solver.sizes(self.shape, degrees), self.shape.parts
         plans = AllStages.of(self.solver, self.shape, sizes, degrees).plans()
         assert plans is not None, "they have been tried"
         seconds = self.seconds(plans)
         for _ in range(MOST_MOVES):
-            times = [plan.predicted.step_time_s for plan in plans]
+            times = [sum(plan.predicted.step_time_s for plan in plans[rank::parts]) for rank in range(parts)]
             slowest, fastest = times.index(max(times)), times.index(min(times))
-            if sizes[slowest] < 2 or slowest == fastest:
+            source = max(range(slowest, len(sizes), parts), key=sizes.__getitem__)
+            target = min(range(fastest, len(sizes), parts), key=sizes.__getitem__)
+            if sizes[source] < 2 or slowest == fastest:
                 break
-            other = tuple(n - (i == slowest) + (i == fastest) for i, n in enumerate(sizes))
+            other = tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
             moved = AllStages.of(self.solver, self.shape, other, degrees).plans()
             if moved is None:
                 break

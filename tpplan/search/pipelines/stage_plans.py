@@ -8,13 +8,15 @@ take plans that keep more and run faster.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.best_first import NotFasterError
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
+from tpplan.search.pipelines.stage_loads import least_step_s
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.pipelines.step_seconds import seconds_once
 
@@ -47,8 +49,7 @@ class AllStages:
         """The stages, each taken for one of the like stages of a rank."""
         stages = [own.with_slices(degrees.sliced) for own in solver.stages(shape, sizes, degrees.micro_batch)]
         found = cls(solver=solver, shape=shape, sizes=sizes, degrees=degrees, stages=stages)
-        steps = solver.batch.global_batch // (solver.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
-        most = most_in_flight(shape, steps)
+        most = most_in_flight(shape, solver.steps(shape, degrees))
         resting = {kind: solver.resting_bytes(stage, degrees) for kind, stage in found.firsts.items()}
         for stage in stages:
             others = (other for other in stages[stage.index % shape.parts :: shape.parts] if other is not stage)
@@ -69,36 +70,82 @@ class AllStages:
         """The first stage of each kind."""
         return {self.kind(stage): stage for stage in reversed(self.stages)}
 
-    def decided(self) -> Degrees | None:
+    def decided(self, least: float = math.inf) -> Degrees | None:
         """The degrees with the FSDP degree of the stage whose rank has most in flight, the largest of such; None where
-        it does not fit."""
+        it does not fit. Raises NotFasterError where a step is then known to take `least` or longer."""
 
         def fullness(stage: StagePlan) -> tuple[int, float]:
             return self.beside[self.kind(stage)].in_flight, sum(self.solver.resting_bytes(stage, self.degrees))
 
         fullest = max(self.firsts.values(), key=fullness)
-        return self.solver.decided(self.degrees, self.shape, fullest, self.beside[self.kind(fullest)])
+        known = self.beside[self.kind(fullest)]
+        cutoff_s = self._cutoff_s(fullest, {}, least) if self.shape.virtual_stages == 1 else math.inf
+        return self.solver.decided(self.degrees, self.shape, fullest, known, cutoff_s)
 
-    def floor(self) -> float:
-        """Seconds that no step of these stages is below; infinite where they do not fit.
+    def floor(self, least: float = math.inf) -> float:
+        """Seconds that no step of these stages is below; infinite where they do not fit, or where one takes `least` or
+        longer.
 
-        The stages of the most common kind run by their fastest plan, with one micro-batch in flight; the others take no
-        time. A rank waits for the first micro-batch's forward and the last one's backward in the stages before its own.
+        Stages run by their fastest plans, with one micro-batch in flight: those of the most common kind, and where
+        several stages are on a rank all. Others take the least that their part of the model does.
         """
         kinds = [self.kind(stage) for stage in self.stages]
-        kind = max(dict.fromkeys(kinds), key=kinds.count)
-        fewest = replace(self.beside[kind], in_flight=1)
-        plan = self.solver.tried(self.degrees, self.shape, self.firsts[kind], fewest)
-        if plan is None:
-            return math.inf
-        parts, step_s = self.shape.parts, plan.predicted.step_time_s
-        each_s = (step_s - seconds_once(plan)) / plan.batch.accumulation_steps
-        return max(kinds[rank::parts].count(kind) * step_s + kinds[:rank].count(kind) * each_s for rank in range(parts))
+        ordered = sorted(dict.fromkeys(kinds), key=kinds.count, reverse=True)
+        own: dict[_Kind, Plan] = {}
+        for kind in ordered if self.shape.virtual_stages > 1 else ordered[:1]:
+            stage, fewest = self.firsts[kind], replace(self.beside[kind], in_flight=1)
+            cutoff_s = self._cutoff_s(stage, own, least)
+            try:
+                plan = self.solver.tried(self.degrees, self.shape, stage, fewest, cutoff_s)
+            except NotFasterError:
+                return math.inf
+            if plan is None:
+                return math.inf
+            own[kind] = plan
+            if (found := self._least_s(own)) >= least:
+                return found
+        return self._least_s(own)
 
-    def plans(self) -> list[Plan] | None:
-        """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all."""
+    def _least_s(self, own: Mapping[_Kind, Plan]) -> float:
+        """Seconds that no step is below in which stages of some kinds have plans."""
+        return least_step_s(*self._seconds(own), self.shape)
+
+    def _seconds(self, own: Mapping[_Kind, Plan]) -> tuple[list[float], list[float]]:
+        """Of each stage the seconds of a step and of a micro-batch in it: of the plan of its kind, or the least that
+        its part of the model takes."""
+        steps = self.solver.steps(self.shape, self.degrees)
+        each_s = self.solver.loads(self.shape, self.degrees).of_stages(self.sizes)
+        steps_s = [steps * seconds for seconds in each_s]
+        for stage in self.stages:
+            if (plan := own.get(self.kind(stage))) is not None:
+                steps_s[stage.index] = plan.predicted.step_time_s
+                each_s[stage.index] = (plan.predicted.step_time_s - seconds_once(plan)) / steps
+        return steps_s, each_s
+
+    def _cutoff_s(self, stage: StagePlan, own: Mapping[_Kind, Plan], least: float) -> float:
+        """Seconds of a stage's step with which no step is below `least`, where stages of some kinds have plans. With
+        several stages a rank, and so plans that are made faster later, it bounds the fastest plans alone."""
+        if least == math.inf:
+            return math.inf
+        steps_s, each_s = self._seconds(own)
+        parts, kinds = self.shape.parts, [self.kind(other) for other in self.stages]
+        is_like = [kind == self.kind(stage) for kind in kinds]
+        if self.shape.virtual_stages == 1:
+            return least - sum(each_s) + max(each_s)
+        found = math.inf
+        for rank in range(parts):
+            rest = sum(
+                seconds for seconds, like in zip(steps_s[rank::parts], is_like[rank::parts], strict=True) if not like
+            )
+            if number := sum(is_like[rank::parts]):
+                found = min(found, (least - rest - sum(each_s[:rank])) / number)
+        return found
+
+    def plans(self, least: float = math.inf) -> list[Plan] | None:
+        """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all. Raises
+        NotFasterError where a step is known to take `least` or longer."""
         for _ in range(MOST_ROUNDS):
-            plans = self._round()
+            plans = self._round(least)
             if plans is None:
                 return None
             if not self._lower(plans):
@@ -119,13 +166,15 @@ class AllStages:
         settled = self._settled(found)
         return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
 
-    def _round(self) -> list[Plan] | None:
+    def _round(self, least: float) -> list[Plan] | None:
         """Plans under the present assumptions, with what their ranks then hold."""
         own: dict[_Kind, Plan] = {}
         for stage in self.stages:
             kind = self.kind(stage)
             if kind not in own:
-                plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind])
+                # Of several stages a rank some may be made faster than these plans.
+                cutoff_s = self._cutoff_s(stage, own, least) if self.shape.virtual_stages == 1 else math.inf
+                plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
                 if plan is None:
                     return None
                 own[kind] = plan

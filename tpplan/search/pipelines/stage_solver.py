@@ -2,10 +2,12 @@
 
 import functools
 import logging
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
@@ -14,10 +16,12 @@ from tpplan.layouts.assignment import master_bytes
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.best_first import NotFasterError
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
+from tpplan.search.pipelines.stage_loads import Loads, loads_of
 from tpplan.search.planner import solve_request
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
@@ -54,9 +58,13 @@ class StageSolver:
     reuse: Reuse = field(default_factory=Reuse)
     _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
     _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
+    #: seconds that no plan of a stage is below
+    _slower: dict[tuple[Degrees, int, StagePlan, Held], float] = field(default_factory=dict)
     #: by pipeline: why the last of its stages without a plan has none, in words
     misses: dict[PipelineShape, str] = field(default_factory=dict)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
+    _loads: dict[tuple[int, int, tuple[int, ...]], Loads] = field(default_factory=dict)
+    _sizes: dict[tuple[PipelineShape, Loads], Sizes] = field(default_factory=dict)
 
     # The whole model
 
@@ -114,16 +122,43 @@ class StageSolver:
     def _points(self) -> PointSolver:
         return PointSolver(request=self.request, traces=TraceCache(self.request.subject, self.reuse))
 
-    def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
+    def loads(self, shape: PipelineShape, degrees: Degrees) -> Loads:
+        """The least seconds of a micro-batch between each two places at which the model can be cut."""
+        positions = tuple(cut.position for cut in self.cuts(degrees.micro_batch, shape))
+        key = degrees.tp, degrees.micro_batch, positions
+        if key not in self._loads:
+            point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
+            self._loads[key] = loads_of(self._points, point, positions)
+        return self._loads[key]
+
+    def sizes(self, shape: PipelineShape, degrees: Degrees) -> Sizes:
+        """The layers of each stage that balance the ranks."""
+        loads = self.loads(shape, degrees)
+        key = shape, loads
+        if key not in self._sizes:
+            self._sizes[key] = loads.balanced(shape)
+        return self._sizes[key]
+
+    def even_floor(self, shape: PipelineShape, degrees: Degrees) -> float:
         """Seconds that no step at these degrees is below: the least compute and tp collectives of the whole model,
         evenly on all parts, and as many micro-batches of waiting as an even pipeline has."""
         ranks = self.gpus(shape).gpus // degrees.tp
         point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
-        steps = self.batch.global_batch // (ranks * degrees.micro_batch)
-        waiting = (shape.parts - 1) / (shape.virtual_stages * steps)
+        waiting = (shape.parts - 1) / (shape.virtual_stages * self.steps(shape, degrees))
         return self._points.floor(point) / (ranks * shape.parts) * (1 + waiting)
 
+    def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
+        """Seconds that no step at these degrees is below with the stages that balance the ranks: the least compute and
+        tp collectives of the stages, and the waiting while the pipeline fills and drains. No less than that of even
+        stages."""
+        loads, steps = self.loads(shape, degrees), self.steps(shape, degrees)
+        return max(self.even_floor(shape, degrees), loads.floor_s(self.sizes(shape, degrees), shape, steps))
+
     # A stage
+
+    def steps(self, shape: PipelineShape, degrees: Degrees) -> int:
+        """The micro-batches of a step."""
+        return self.batch.global_batch // (self.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
 
     def gpus(self, shape: PipelineShape) -> Cluster:
         """The GPUs of a part of the pipeline, on their nodes."""
@@ -155,19 +190,40 @@ class StageSolver:
         """The plan of a stage beside which its rank holds something; None where none fits."""
         key = degrees, shape.parts, stage, beside, prove
         if key not in self._solved:
-            self._solved[key] = self._solve(degrees, shape, stage, beside, prove=prove, is_explained=True)
+
+            def solve(request: Request, options: Options) -> Plan:
+                return solve_request(request, options, self.reuse, prove=prove)
+
+            self._solved[key] = self._solve(degrees, shape, stage, beside, solve)
         return self._solved[key]
 
-    def tried(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held) -> Plan | None:
-        """The unproven plan of a stage, without the reasons of what stays whole; None where none fits."""
+    def tried(
+        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, cutoff_s: float = math.inf
+    ) -> Plan | None:
+        """The unproven plan of a stage, without the reasons of what stays whole, and without layers that FSDP shards
+        over shard x tp unless none fits else; None where none fits. Raises NotFasterError where it takes longer than
+        `cutoff_s`."""
         key = degrees, shape.parts, stage, beside
         if key not in self._tried:
-            self._tried[key] = self._solve(degrees, shape, stage, beside, prove=False, is_explained=False)
-        return self._tried[key]
+            if cutoff_s <= self._slower.get(key, -math.inf):
+                raise NotFasterError
+            try:
+                solve = partial(self._plainly, cutoff_s=cutoff_s)
+                self._tried[key] = self._solve(degrees, shape, stage, beside, solve)
+            except NotFasterError:
+                self._slower[key] = cutoff_s
+                raise
+        plan = self._tried[key]
+        if plan is not None and plan.predicted.step_time_s > cutoff_s:
+            raise NotFasterError
+        return plan
 
-    def decided(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held) -> Degrees | None:
-        """The degrees with the FSDP degree that a stage chooses; None where the stage does not fit."""
-        plan = self.tried(degrees, shape, stage, beside)
+    def decided(
+        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, cutoff_s: float
+    ) -> Degrees | None:
+        """The degrees with the FSDP degree that a stage chooses; None where the stage does not fit. Raises
+        NotFasterError where it takes longer than `cutoff_s`."""
+        plan = self.tried(degrees, shape, stage, beside, cutoff_s)
         if plan is None:
             return None
         found = replace(degrees, fsdp=plan.mesh.shard)
@@ -180,10 +236,9 @@ class StageSolver:
         shape: PipelineShape,
         stage: StagePlan,
         beside: Held,
-        *,
-        prove: bool,
-        is_explained: bool,
+        solve: Callable[[Request, Options], Plan],
     ) -> Plan | None:
+        """What `solve` gives for the request of a stage; None where none fits."""
         options = replace(
             self.options,
             loss=self.options.loss if stage.last is None else _stand_in,
@@ -197,11 +252,19 @@ class StageSolver:
         batch = replace(self.batch, micro_batch=degrees.micro_batch)
         request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)
         try:
-            return solve_request(replace(request, is_explained=is_explained), options, self.reuse, prove=prove)
+            return solve(request, options)
         except InfeasibleError as error:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
             self.misses[shape] = f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}"
             return None
+
+    def _plainly(self, request: Request, options: Options, *, cutoff_s: float) -> Plan:
+        """An unproven plan; where that is open, without layers that FSDP shards over shard x tp, unless none fits."""
+        own = replace(request, is_explained=False, cutoff_s=cutoff_s)
+        if own.fsdp_over_tp is None and options.tp != 1:
+            with suppress(InfeasibleError):
+                return solve_request(replace(own, fsdp_over_tp=False), options, self.reuse, prove=False)
+        return solve_request(own, options, self.reuse, prove=False)
 
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
         """Raises ModelError where a stage does not run its part of the whole model on the same values, and UsageError

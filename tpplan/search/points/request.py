@@ -1,5 +1,6 @@
 """A caller's request to solve, with every default filled in; it does not change during the search."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ class Request:
     `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
     `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
     rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree. With `is_explained` the plan says why
-    modules stay whole, or the error what would help where none fits, which may take longer than the search.
+    modules stay whole, or the error what would help where none fits, which may take longer than the search. No plan
+    that takes longer than `cutoff_s` is looked for.
     """
 
     subject: Subject
@@ -44,6 +46,7 @@ class Request:
     stage: StagePlan | None = None
     sharded_beside_bytes: float = 0.0
     is_explained: bool = True
+    cutoff_s: float = math.inf
 
     @property
     def precision(self) -> Precision:
