@@ -1,6 +1,7 @@
 """How many stages: the fastest of all numbers of them, found without solving those that a bound excludes."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.report.stages import stage_facts
+from tpplan.search.best_first import NotFasterError
 from tpplan.search.pipelines.any_pipeline import VIRTUAL_STAGES
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.solve_stages import Search
 from tpplan.search.pipelines.stage_plans import AllStages
-from tpplan.search.pipelines.stage_solver import StageSolver
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.points.options import Batch, Options
 
 MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
@@ -109,18 +111,24 @@ def test_no_step_is_below_its_floors(shape: PipelineShape, limit: float | None) 
         options=replace(options(limit), all_gpus=True, ep=1),
     )
     search = Search(solver=solver, shape=shape, progress=None)
-    sizes, steps = search.even(), []
+    steps: dict[Degrees, float] = {}
     for degrees in search.degrees():
         for once in (False, True):
             own = replace(degrees, once=once)
-            seconds, _ = search.tried(own, sizes)
-            floor = AllStages.of(solver, shape, sizes, own).floor()
-            assert max(floor, solver.floor(shape, own)) <= seconds * (1 + 1e-9)
-            steps.append(seconds)
-    fastest = min(steps)
+            steps[own], _ = search.tried(own)
+            floor = AllStages.of(solver, shape, solver.sizes(shape, own), own).floor()
+            assert max(floor, solver.floor(shape, own)) <= steps[own] * (1 + 1e-9)
+    fastest = min(steps.values())
     assert fastest < math.inf
-    # What takes as long as another step is left out.
-    assert search.best(sizes, least=fastest * 0.99) is None
+    # What takes as long as another step is left out, and so is what is known to, before all stages are solved.
+    assert search.best(least=fastest * 0.99) is None
+    for own, seconds in steps.items():
+        fresh = replace(solver, _tried={})
+        with suppress(NotFasterError):
+            found, _ = Search(solver=fresh, shape=shape, progress=None).tried(own, fastest * 1.001)
+            assert found == pytest.approx(seconds, rel=1e-6)
+            continue
+        assert seconds > fastest * 1.001
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """The fastest plan of a model in one stage or in several: how many parts hold its stages, and how many stages each.
 
-The model in one stage is solved first. No plan of p parts with v stages each takes fewer GPU seconds than the model's
-operators do at their best, and with M micro-batches it waits for (p - 1) / (v * M) of them while the pipeline fills and
-drains, so that a shape whose bound is not below the best plan is left out. The others are tried, the least bound first.
+The model in one stage is solved first. A shape is left out where its floor is not below the best plan: the least that
+the operators of its fullest rank take at any tp degree and micro-batch, and what it waits for while the pipeline fills
+and drains (tpplan.search.pipelines.stage_loads). The others are tried, the least floor first.
 """
 
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError, first_line
@@ -20,7 +20,7 @@ from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.solve_stages import Search, why_no_parts
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.planner import prepare, solve_request
+from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.search.points.request import Request
 
@@ -30,7 +30,7 @@ P = TypeVar("P", Plan, PipelinePlan)
 
 #: stages a part that are tried
 VIRTUAL_STAGES = (1, 2, 4, 8)
-#: shapes that are solved, those of the least bounds
+#: shapes that are solved, those of the least floors
 MOST_SHAPES = 8
 
 
@@ -62,9 +62,7 @@ def solve_any(
         options=replace(options, all_gpus=True, ep=1),
         reuse=reuse,
     )
-    one, points, _ = prepare(request, options, reuse)
-    pace = one.pace(sorted({point.micro_batch for point in points}))
-    best, left = _fastest(solver, pace, whole, progress)
+    best, left = _fastest(solver, whole, progress)
     if best is None:
         return _saying(whole or solve_request(request, options, reuse, prove=prove), left)
     shape, degrees = best
@@ -75,60 +73,49 @@ def solve_any(
 
 
 def _fastest(
-    solver: StageSolver, pace: float, whole: Plan | None, progress: Progress | None
+    solver: StageSolver, whole: Plan | None, progress: Progress | None
 ) -> tuple[tuple[PipelineShape, Degrees] | None, tuple[str, ...]]:
     """The shape with the fastest step and its degrees, None where the whole model is faster; and lines on shapes that
     were left out or that cannot be, one for each kind of reason."""
     least = whole.predicted.step_time_s if whole is not None else float("inf")
     best: tuple[PipelineShape, Degrees] | None = None
-    tried = 0
-    candidates = sorted(_shapes(solver, pace), key=lambda one: (one.floor_s, one.shape))
-    left: list[PipelineShape] = []
     why_not: dict[type[Exception], str] = {}
-    for done, candidate in enumerate(candidates):
+    searches: list[tuple[float, PipelineShape, Search]] = []
+    for shape in _shapes(solver.cluster):
+        search = Search(solver=solver, shape=shape, progress=None)
+        try:
+            searches.append((search.floor(least), shape, search))
+        except (IndivisibleError, UsageError) as error:
+            why_not.setdefault(type(error), first_line(error))
+    left: list[PipelineShape] = []
+    searches.sort(key=lambda one: one[:2])
+    for done, (floor_s, shape, search) in enumerate(searches):
         if progress is not None:
-            progress("solve", done, len(candidates))
-        if candidate.floor_s >= least:
+            progress("solve", done, len(searches))
+        if floor_s >= least:
+            break
+        if done >= MOST_SHAPES:
+            left.append(shape)
             continue
-        if tried == MOST_SHAPES:
-            left.append(candidate.shape)
-            continue
-        search = Search(solver=solver, shape=candidate.shape, progress=None)
         try:
             found = search.best(least)
-            tried += 1
-        except (IndivisibleError, InfeasibleError, UsageError) as error:
-            logger.info("%s: %s", candidate.shape.option, error)
+        except InfeasibleError as error:
+            logger.info("%s: %s", shape.option, error)
             why_not.setdefault(type(error), first_line(error))
             continue
         if found is not None:
-            least, best = found[0], (candidate.shape, found[1])
-    said = tuple(f"{shape.option}, whose bound is higher than those of {MOST_SHAPES} others" for shape in left)
+            least, best = found[0], (shape, found[1])
+    said = tuple(f"{shape.option}, whose floor is higher than those of {MOST_SHAPES} others" for shape in left)
     said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
     return best, (*said, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A shape, and seconds that no step of it is below."""
-
-    shape: PipelineShape
-    floor_s: float
-
-
-def _shapes(solver: StageSolver, pace: float) -> Iterator[_Candidate]:
-    """All shapes of which the parts divide the GPUs; `pace` are the least GPU seconds of a step."""
-    cluster, batch = solver.cluster, solver.batch
+def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:
+    """All shapes of which the parts divide the GPUs."""
     for parts in divisors(cluster.gpus)[1:]:
-        if why_no_parts(parts, cluster):
-            continue
-        own = cluster.gpus // parts
-        most = batch.global_batch * min(own, cluster.gpus_per_node) // own // (batch.micro_batch or 1)
-        for virtual in VIRTUAL_STAGES:
-            if most >= parts:
-                waiting = (parts - 1) / (virtual * most)
-                shape = PipelineShape(parts=parts, virtual_stages=virtual)
-                yield _Candidate(shape=shape, floor_s=pace / cluster.gpus * (1 + waiting))
+        if not why_no_parts(parts, cluster):
+            for virtual in VIRTUAL_STAGES:
+                yield PipelineShape(parts=parts, virtual_stages=virtual)
 
 
 def _saying(plan: P, left: tuple[str, ...]) -> P:

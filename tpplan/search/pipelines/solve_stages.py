@@ -147,12 +147,24 @@ class Search:
         """Seconds of a step of some stages."""
         return predicted(plans, self.shape, self.solver.cluster).step_time_s
 
+    def floor(self, least: float = math.inf) -> float:
+        """Seconds that no step is below at any degrees; where that is `least` or more, it may be more. Raises
+        UsageError where the model has too few places to be cut."""
+        return min(self._floors(least).values())
+
+    def _floors(self, least: float) -> dict[Degrees, float]:
+        """By degrees the seconds that no step is below: of even stages, and where these are below `least` of those that
+        balance the ranks."""
+        every = self.degrees()
+        self.solver.cuts(min(degrees.micro_batch for degrees in every), self.shape)  # whether there are enough
+        floors = {degrees: self.solver.even_floor(self.shape, degrees) for degrees in every}
+        return floors | {own: self.solver.floor(self.shape, own) for own, even in floors.items() if even < least}
+
     def best(self, least: float = math.inf) -> tuple[float, Degrees] | None:
         """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
         least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
         fits, and UsageError where the model has too few places to be cut."""
-        floors = {degrees: self.solver.even_floor(self.shape, degrees) for degrees in self.degrees()}
-        floors |= {own: self.solver.floor(self.shape, own) for own, floor in floors.items() if floor < least}
+        floors = self._floors(least)
         found: dict[Degrees, _Found] = {}
         first = min(floors, key=floors.__getitem__)
         for done, (_, own) in enumerate(chain([(0, [first])], groupby(floors, key=attrgetter("tp")))):

@@ -5,8 +5,8 @@ without FSDP, recomputation and a memory limit. Stages are whole parts in order,
 
 One stage a rank: the least load of the fullest stage is found exactly, by bisection over what a stage may take; of the
 ways to stay below it, the first stages, which have the most micro-batches in flight, get the fewest layers. Several
-stages a rank: parts move from the fullest rank to others until none makes it less full; for parts of equal loads, that
-is the least.
+stages a rank: parts move from the fullest rank to others while that leaves it less full; for parts of equal loads, that
+gives the least.
 """
 
 from collections import Counter
@@ -94,25 +94,32 @@ class Loads:
         return None if left or 0 in sizes else tuple(reversed(sizes))
 
     def _moved(self, sizes: Sizes, shape: PipelineShape) -> tuple[Sizes, bool]:
-        """The sizes with one part moved from a stage of the fullest rank, where that leaves the fullest less to do."""
+        """The sizes with one part moved from a stage of the fullest rank, where that leaves the fullest less to do, or
+        fewer ranks as much."""
 
-        def fullest(own: Sizes) -> tuple[float, int]:
+        def of_ranks(own: Sizes) -> list[tuple[float, int]]:
             loads = self.of_stages(own)
-            return max((sum(loads[rank :: shape.parts]), rank) for rank in range(shape.parts))
+            return sorted(((sum(loads[rank :: shape.parts]), rank) for rank in range(shape.parts)), reverse=True)
 
-        most, rank = fullest(sizes)
+        def fullness(own: Sizes) -> list[float]:
+            return [load for load, _ in of_ranks(own)]
+
+        _, rank = of_ranks(sizes)[0]
         for source in sorted(range(rank, len(sizes), shape.parts), key=lambda i: (-sizes[i], -i)):
             for target in sorted(range(len(sizes)), key=lambda i: (sizes[i], -i)):
                 if sizes[source] > 1 and target % shape.parts != rank:
                     other = tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
-                    if fullest(other)[0] < most * (1 - _EXACT):
+                    if fullness(other) < fullness(sizes):
                         return other, True
         return sizes, False
 
 
 def least_step_s(steps_s: Sequence[float], each_s: Sequence[float], shape: PipelineShape) -> float:
-    """Seconds that a step is not below, of stages with least seconds for a step and for one micro-batch of it. Of one
-    stage a rank all others are waited for while the pipeline fills and drains, of several those before a rank's first."""
+    """Seconds that a step is not below, of stages with least seconds for a step and for one micro-batch of it.
+
+    With one stage a rank all others are waited for while the pipeline fills and drains, with several those before a
+    rank's first.
+    """
     if shape.virtual_stages == 1:
         return max(steps_s) + sum(each_s) - max(each_s)
     return max(sum(steps_s[rank :: shape.parts]) + sum(each_s[:rank]) for rank in range(shape.parts))

@@ -1,0 +1,60 @@
+"""The cuts that balance the ranks of a pipeline, against all cuts."""
+
+import random
+from itertools import combinations, pairwise
+
+import pytest
+
+from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.pipelines.stage_loads import Loads, least_step_s
+
+
+def every(parts: int, stages: int) -> list[Sizes]:
+    """All numbers of parts in stages, none of them 0."""
+    cuts = combinations(range(1, parts), stages - 1)
+    return [tuple(end - start for start, end in pairwise((0, *own, parts))) for own in cuts]
+
+
+def fullest(loads: Loads, sizes: Sizes, shape: PipelineShape) -> float:
+    own = loads.of_stages(sizes)
+    return max(sum(own[rank :: shape.parts]) for rank in range(shape.parts))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_stage_a_rank_is_cut_where_the_fullest_has_the_least(seed: int) -> None:
+    draw = random.Random(seed)
+    loads = Loads(tuple(draw.choice([0.0, 0.5, 1.0, draw.random(), 3 * draw.random()]) for _ in range(9)))
+    for count in (2, 3, 5, 9):
+        shape = PipelineShape(parts=count)
+        sizes = loads.balanced(shape)
+        least = min(fullest(loads, other, shape) for other in every(9, count))
+        assert sum(sizes) == 9
+        assert min(sizes) > 0
+        assert fullest(loads, sizes, shape) == pytest.approx(least, rel=1e-5)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (0.1, 2.1), (1.5, 0.3), (4.0, 4.0)])
+@pytest.mark.parametrize(("parts", "virtual"), [(2, 2), (2, 4), (3, 2), (4, 2)])
+def test_several_stages_a_rank_of_like_layers_too(first: float, last: float, parts: int, virtual: int) -> None:
+    """Layers of equal loads, with what runs before the first and after the last."""
+    own = [1.0] * 11
+    own[0], own[-1] = own[0] + first, own[-1] + last
+    loads, shape = Loads(tuple(own)), PipelineShape(parts=parts, virtual_stages=virtual)
+    least = min(fullest(loads, other, shape) for other in every(11, shape.count))
+    assert fullest(loads, loads.balanced(shape), shape) == pytest.approx(least)
+
+
+def test_without_loads_stages_are_even() -> None:
+    assert Loads((0.0,) * 7).balanced(PipelineShape(parts=3)) == (2, 3, 2)
+
+
+def test_a_pipeline_of_one_stage_a_rank_waits_for_all_others_once() -> None:
+    """Four micro-batches of stages that take 1, 2 and 1 s: the second runs for 8 s, and waits for 1 s before and after
+    (forward and backward of the first, of the third)."""
+    each = [1.0, 2.0, 1.0]
+    assert least_step_s([4 * own for own in each], each, PipelineShape(parts=3)) == 10.0
+
+
+def test_a_rank_of_several_stages_waits_for_those_before_its_first() -> None:
+    each = [1.0, 2.0, 1.0, 2.0]
+    assert least_step_s([4 * own for own in each], each, PipelineShape(parts=2, virtual_stages=2)) == 4 * 4.0 + 1.0
