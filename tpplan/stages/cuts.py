@@ -92,6 +92,10 @@ def _ends(graph: ModelGraph, units: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _computed_from_weights(graph: ModelGraph) -> frozenset[str]:
     """Values that depend on a parameter, through what is written to a storage too."""
+    return graph.once(_computed_from_weights, lambda: _dependent_on_weights(graph))
+
+
+def _dependent_on_weights(graph: ModelGraph) -> frozenset[str]:
     found = {source.result for source in graph.sources if source.kind is SourceKind.PARAMETER}
     storages = {graph.values[name].storage for name in found}
     for node in graph.nodes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
@@ -63,6 +64,7 @@ class StageSolver:
     #: by pipeline: why the last of its stages without a plan has none, in words
     misses: dict[PipelineShape, str] = field(default_factory=dict)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
+    _stages: dict[tuple[int, tuple[Cut, ...]], list[StagePlan]] = field(default_factory=dict)
     _loads: dict[tuple[int, int, tuple[int, ...]], Loads] = field(default_factory=dict)
     _sizes: dict[tuple[PipelineShape, Loads], Sizes] = field(default_factory=dict)
 
@@ -114,9 +116,11 @@ class StageSolver:
     def stages(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> list[StagePlan]:
         """The stages of some numbers of layers, each with one micro-batch in flight."""
         possible = self.cuts(micro_batch, shape)
-        ends = [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
-        chosen = [possible[end - 1] for end in ends]
-        return stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
+        chosen = tuple(possible[end - 1] for end in accumulate(sizes[:-1]))
+        key = micro_batch, chosen
+        if key not in self._stages:
+            self._stages[key] = stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
+        return self._stages[key]
 
     @cached_property
     def _points(self) -> PointSolver:
