@@ -1,9 +1,11 @@
 """How many stages: the fastest of all numbers of them, found without solving those that a bound excludes."""
 
 import math
+import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples import FOLDER
@@ -183,3 +185,55 @@ def test_a_plan_of_stages_says_what_was_asked_for(tmp_path: Path) -> None:
     assert request.command.startswith(f"tpplan solve {model} --gpus 2 ")
     told = dict(stage_facts(plan))
     assert (told["command"], told["pins"]) == (request.command, pin)
+
+
+def test_degrees_at_which_pins_leave_no_layout_are_left_out() -> None:
+    """The megatron style needs two tp ranks; where one is asked for, the error says so."""
+    words = [
+        "solve",
+        str(FOLDER / "gpt.py"),
+        "--gpus",
+        "4",
+        "--profile",
+        "h100-sxm",
+        "--global-batch",
+        "4",
+        "--seq-len",
+    ]
+    words += ["16", "--micro-batch", "1", "--pp", "2", "--no-prove", "--pin", "layers.*.attention=megatron"]
+    assert main([*words, "-o", os.devnull]) == 0
+    assert main([*words, "--tp", "1", "-o", os.devnull]) == 5
+
+
+def test_stages_that_do_not_fit_with_units_over_tp_are_solved_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are compared without layers that FSDP shards over shard x tp; with them the others may not fit beside."""
+    solved = StageSolver.solved
+
+    def plain_alone(self: StageSolver, *given: Any, prove: bool, is_plain: bool) -> Plan | None:
+        return solved(self, *given, prove=prove, is_plain=is_plain) if is_plain else None
+
+    expected = in_stages(2, 1, None)
+    monkeypatch.setattr(StageSolver, "solved", plain_alone)
+    assert in_stages(2, 1, None) == pytest.approx(expected)
+
+
+def test_shapes_that_do_not_fit_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of lesser floors do not, the one that fits is found."""
+    monkeypatch.setattr("tpplan.search.pipelines.any_pipeline.MOST_SHAPES", 1)
+    best, searched = Search.best, list[PipelineShape]()
+
+    def unfit_at_first(self: Search, least: float = math.inf) -> tuple[float, Degrees] | None:
+        searched.append(self.shape)
+        if len(searched) == 1:
+            raise InfeasibleError("too large")
+        return best(self, least)
+
+    monkeypatch.setattr(Search, "best", unfit_at_first)
+    monkeypatch.setattr("tpplan.search.pipelines.any_pipeline.solve_request", too_large)
+    plan = found(None)
+    assert isinstance(plan, PipelinePlan)
+    assert len(searched) >= 2
+
+
+def too_large(*_given: Any, **_options: Any) -> Plan:
+    raise InfeasibleError("too large")

@@ -4,9 +4,23 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+from stage_models import LENGTH, Stack, loss, text
 
+import tpplan
+from profiles import synthetic_profile
+from tpplan.core.errors import SolverError
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Precision
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_loads import Loads, least_step_s
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.points.mesh_points import Point
+from tpplan.search.points.options import Batch, Options
+from tpplan.search.points.point_solver import PointSolver
+from tpplan.solvers.problem import Problem, Solution
+
+MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
+PIPELINE = PipelineShape(parts=2)
 
 
 def every(parts: int, stages: int) -> list[Sizes]:
@@ -16,8 +30,12 @@ def every(parts: int, stages: int) -> list[Sizes]:
 
 
 def fullest(loads: Loads, sizes: Sizes, shape: PipelineShape) -> float:
-    own = loads.of_stages(sizes)
-    return max(sum(own[rank :: shape.parts]) for rank in range(shape.parts))
+    """What the rank with the most to do does, layer by layer."""
+    ranks, layer = [0.0] * shape.parts, 0
+    for stage, number in enumerate(sizes):
+        ranks[stage % shape.parts] += sum(loads.parts[layer : layer + number])
+        layer += number
+    return max(ranks)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -58,3 +76,41 @@ def test_a_pipeline_of_one_stage_a_rank_waits_for_all_others_once() -> None:
 def test_a_rank_of_several_stages_waits_for_those_before_its_first() -> None:
     each = [1.0, 2.0, 1.0, 2.0]
     assert least_step_s([4 * own for own in each], each, PipelineShape(parts=2, virtual_stages=2)) == 4 * 4.0 + 1.0
+
+
+def stages_of_a_stack(time_limit_s: float | None = None) -> StageSolver:
+    return StageSolver(
+        build_model=Stack,
+        example_inputs=text,
+        cluster=tpplan.Cluster(gpus=4, gpus_per_node=4, profile=MACHINE),
+        batch=Batch(8, None, LENGTH),
+        options=Options(loss=loss, precision=Precision.FP32, all_gpus=True, ep=1, time_limit_s=time_limit_s),
+    )
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loads_add_up_to_no_more_than_the_whole_model_takes(tp: int) -> None:
+    """On one rank, where nothing is converted, to exactly that."""
+    solver = stages_of_a_stack()
+    loads = solver.loads(PIPELINE, Degrees(tp=tp, micro_batch=1))
+    points = PointSolver(request=solver.request, traces=solver._points.traces)
+    whole = points.floor(Point(num_gpus=tp, tp=tp, shard=1, micro_batch=1)) / 8
+    assert min(loads.parts) > 0
+    assert sum(loads.parts) <= whole * (1 + 1e-9)
+    if tp == 1:
+        assert sum(loads.parts) == pytest.approx(whole)
+
+
+def test_out_of_time_stages_are_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part of which nothing is known would else be taken for one that takes no time."""
+    solver, solve, solved = stages_of_a_stack(time_limit_s=60.0), PointSolver.solver_of, list[Problem]()
+
+    def slow(self: PointSolver, problem: Problem) -> Solution:
+        solved.append(problem)
+        if len(solved) == 2:
+            raise SolverError("out of time")
+        return solve(self, problem)
+
+    monkeypatch.setattr(PointSolver, "solver_of", slow)
+    assert not any(solver.loads(PIPELINE, Degrees(tp=1, micro_batch=1)).parts)
+    assert len(solved) == 2

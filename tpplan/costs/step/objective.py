@@ -70,8 +70,7 @@ class Objective:
     def of_micro_batch(self) -> tuple[Term, ...]:
         """Seconds of kernels and of tp collectives of a micro-batch."""
         members = self.priced.space.members
-        numbers = {name: len(own) for name, own in members.items()}
-        return self.priced.once("runs", lambda: tuple(self._runs(numbers)))
+        return self.priced.once("runs", lambda: self.of_decisions({name: len(own) for name, own in members.items()}))
 
     @cached_property
     def beside(self) -> tuple[Term, ...]:

@@ -1,8 +1,9 @@
 """The fastest plan of a model in one stage or in several: how many parts hold its stages, and how many stages each.
 
-The model in one stage is solved first. A shape is left out where its floor is not below the best plan: the least that
-the operators of its fullest rank take at any tp degree and micro-batch, and what it waits for while the pipeline fills
-and drains (tpplan.search.pipelines.stage_loads). The others are tried, the least floor first.
+The model in one stage is solved first. A shape is left out where the floor of the cuts that balance its ranks is not
+below the best plan: the least that the operators of its fullest rank take at any tp degree and micro-batch, and what it
+waits for while the pipeline fills and drains (tpplan.search.pipelines.stage_loads). The others are tried, the least
+floor first.
 """
 
 import logging
@@ -87,18 +88,19 @@ def _fastest(
             searches.append((search.floor(least), shape, search))
         except (IndivisibleError, UsageError) as error:
             why_not.setdefault(type(error), first_line(error))
-    left: list[PipelineShape] = []
+    tried, left = 0, list[PipelineShape]()
     searches.sort(key=lambda one: one[:2])
     for done, (floor_s, shape, search) in enumerate(searches):
         if progress is not None:
             progress("solve", done, len(searches))
         if floor_s >= least:
             break
-        if done >= MOST_SHAPES:
+        if tried == MOST_SHAPES:
             left.append(shape)
             continue
         try:
             found = search.best(least)
+            tried += 1
         except InfeasibleError as error:
             logger.info("%s: %s", shape.option, error)
             why_not.setdefault(type(error), first_line(error))

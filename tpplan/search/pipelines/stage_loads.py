@@ -3,21 +3,23 @@
 A load is a lower bound on the seconds of a micro-batch in one part: its kernels and tp collectives at their least,
 without FSDP, recomputation and a memory limit. Stages are whole parts in order, so that the loads of a stage add up.
 
-One stage a rank: the least load of the fullest stage is found exactly, by bisection over what a stage may take; of the
-ways to stay below it, the first stages, which have the most micro-batches in flight, get the fewest layers. Several
-stages a rank: parts move from the fullest rank to others while that leaves it less full; for parts of equal loads, that
-gives the least.
+One stage a rank: the least load of the fullest stage is found exactly, by bisection over what a stage may take; parts
+then move between neighbours while the fuller of the two has less to do. Several stages a rank: parts move from the
+fullest rank to others while that leaves it less full; for parts of equal loads, that gives the least.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from tpplan.core.errors import SolverError
 from tpplan.core.graph import Boundary, Op
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.point_solver import PointSolver
+from tpplan.solvers.problem import Problem, Status
 
 #: of the load of the fullest stage, how exactly it is known
 _EXACT = 1e-6
@@ -30,7 +32,7 @@ class Loads:
     parts: tuple[float, ...]
 
     def of_stages(self, sizes: Sizes) -> list[float]:
-        """Of stages of so many parts."""
+        """The least seconds of a micro-batch in each stage, of stages of so many parts."""
         ends = [0, *accumulate(sizes)]
         return [sum(self.parts[start:end]) for start, end in pairwise(ends)]
 
@@ -127,18 +129,31 @@ def least_step_s(steps_s: Sequence[float], each_s: Sequence[float], shape: Pipel
 
 def loads_of(solver: PointSolver, point: Point, positions: Sequence[int]) -> Loads:
     """The loads of parts of the model at a point's tp degree and micro-batch; a part ends before the node at each of
-    `positions`, and the last with the graph."""
+    `positions`, ascending, and the last with the graph. All are 0, so that stages get equally many parts, where the
+    time limit does not suffice for one of them."""
     formulation = solver.on_fewest(point)
     space, known = formulation.space, dict[frozenset[tuple[str, int]], float]()
     places = {node.name: place for place, node in enumerate(space.graph.nodes)}
     classes: list[Counter[str]] = [Counter() for _ in range(len(positions) + 1)]
     for name, decider in space.deciders.items():
         place = places[(decider if isinstance(decider, Op | Boundary) else decider.op).name]
-        classes[sum(place >= end for end in positions)][space.classes[name]] += 1
-    found = []
+        classes[bisect_right(positions, place)][space.classes[name]] += 1
     for numbers in classes:
         key = frozenset(numbers.items())
         if key not in known:
-            known[key] = solver.least_of(formulation.alone_in(numbers))
-        found.append(known[key])
-    return Loads(tuple(found))
+            least = _optimum(solver, formulation.alone_in(numbers))
+            if least is None:
+                return Loads((0.0,) * len(classes))
+            known[key] = least
+    return Loads(tuple(known[frozenset(numbers.items())] for numbers in classes))
+
+
+def _optimum(solver: PointSolver, problem: Problem) -> float | None:
+    """The optimum of a problem in seconds; None where the time limit does not suffice for it."""
+    try:
+        found = solver.solver_of(problem)
+    except SolverError:
+        if solver.request.time_limit_s is None:
+            raise
+        return None
+    return found.objective if found.status is Status.OPTIMAL else None

@@ -111,8 +111,8 @@ class AllStages:
         return least_step_s(*self._seconds(own), self.shape)
 
     def _seconds(self, own: Mapping[_Kind, Plan]) -> tuple[list[float], list[float]]:
-        """Of each stage the seconds of a step and of a micro-batch in it: of the plan of its kind, or the least that
-        its part of the model takes."""
+        """The seconds of a step, and those of a micro-batch of it, in each stage: by the plan of its kind, or without
+        one the least that its part of the model takes."""
         steps = self.solver.steps(self.shape, self.degrees)
         each_s = self.solver.loads(self.shape, self.degrees).of_stages(self.sizes)
         steps_s = [steps * seconds for seconds in each_s]
@@ -153,13 +153,17 @@ class AllStages:
         return None
 
     def own_plans(self, *, prove: bool) -> list[Plan] | None:
-        """Plans of all stages, each solved as itself; None where one does not fit."""
+        """Plans of all stages, each solved as itself; None where one does not fit. Where stages with layers that FSDP
+        shards over shard x tp do not fit together, which were not tried so, they have none."""
         if self.plans() is None:
             return None
+        return self._own(prove=prove, is_plain=False) or self._own(prove=prove, is_plain=True)
+
+    def _own(self, *, prove: bool, is_plain: bool) -> list[Plan] | None:
         found = []
         for stage in self.stages:
-            assumed_beside = self.apart.get(stage.index, self.beside[self.kind(stage)])
-            plan = self.solver.solved(self.degrees, self.shape, stage, assumed_beside, prove=prove)
+            beside = self.apart.get(stage.index, self.beside[self.kind(stage)])
+            plan = self.solver.solved(self.degrees, self.shape, stage, beside, prove=prove, is_plain=is_plain)
             if plan is None:
                 return None
             found.append(plan)

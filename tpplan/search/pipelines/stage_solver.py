@@ -14,6 +14,7 @@ from typing import Any
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import master_bytes
+from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections.ranks import StagePlan
@@ -57,7 +58,7 @@ class StageSolver:
     batch: Batch
     options: Options
     reuse: Reuse = field(default_factory=Reuse)
-    _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
+    _solved: dict[tuple[Degrees, int, StagePlan, Held, bool, bool], Plan | None] = field(default_factory=dict)
     _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
     #: seconds that no plan of a stage is below
     _slower: dict[tuple[Degrees, int, StagePlan, Held], float] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class StageSolver:
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
     _stages: dict[tuple[int, tuple[Cut, ...]], list[StagePlan]] = field(default_factory=dict)
     _loads: dict[tuple[int, int, tuple[int, ...]], Loads] = field(default_factory=dict)
+    _why_no_layout: dict[tuple[int, int], NoLayoutError | None] = field(default_factory=dict)
     _sizes: dict[tuple[PipelineShape, Loads], Sizes] = field(default_factory=dict)
 
     # The whole model
@@ -126,6 +128,17 @@ class StageSolver:
     def _points(self) -> PointSolver:
         return PointSolver(request=self.request, traces=TraceCache(self.request.subject, self.reuse))
 
+    def why_no_layout(self, degrees: Degrees) -> NoLayoutError | None:
+        """The decision of the whole model that pins leave no layout at a tp degree; None where all have one."""
+        key = degrees.tp, degrees.micro_batch
+        if key not in self._why_no_layout:
+            try:
+                self._points.priced(degrees.micro_batch, degrees.tp)
+                self._why_no_layout[key] = None
+            except NoLayoutError as error:
+                self._why_no_layout[key] = error
+        return self._why_no_layout[key]
+
     def loads(self, shape: PipelineShape, degrees: Degrees) -> Loads:
         """The least seconds of a micro-batch between each two places at which the model can be cut."""
         positions = tuple(cut.position for cut in self.cuts(degrees.micro_batch, shape))
@@ -144,17 +157,18 @@ class StageSolver:
         return self._sizes[key]
 
     def even_floor(self, shape: PipelineShape, degrees: Degrees) -> float:
-        """Seconds that no step at these degrees is below: the least compute and tp collectives of the whole model,
-        evenly on all parts, and as many micro-batches of waiting as an even pipeline has."""
+        """Seconds that no step at these degrees is below, whatever the cuts: the least compute and tp collectives of
+        the whole model, evenly on all parts; and with one stage a rank, where all others are waited for, as many
+        micro-batches of waiting as an even pipeline has."""
         ranks = self.gpus(shape).gpus // degrees.tp
         point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
-        waiting = (shape.parts - 1) / (shape.virtual_stages * self.steps(shape, degrees))
+        waiting = (shape.parts - 1) / self.steps(shape, degrees) if shape.virtual_stages == 1 else 0.0
         return self._points.floor(point) / (ranks * shape.parts) * (1 + waiting)
 
     def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
         """Seconds that no step at these degrees is below with the stages that balance the ranks: the least compute and
-        tp collectives of the stages, and the waiting while the pipeline fills and drains. No less than that of even
-        stages."""
+        tp collectives of the stages, and the waiting while the pipeline fills and drains. No less than that of any
+        cuts."""
         loads, steps = self.loads(shape, degrees), self.steps(shape, degrees)
         return max(self.even_floor(shape, degrees), loads.floor_s(self.sizes(shape, degrees), shape, steps))
 
@@ -189,16 +203,14 @@ class StageSolver:
         return sharded / degrees.tp, whole / degrees.tp
 
     def solved(
-        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool
+        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool, is_plain: bool
     ) -> Plan | None:
-        """The plan of a stage beside which its rank holds something; None where none fits."""
-        key = degrees, shape.parts, stage, beside, prove
+        """The plan of a stage beside which its rank holds something; None where none fits. Where it is open whether
+        FSDP shards layers over shard x tp, it is decided, or with `is_plain` as for `tried`."""
+        key = degrees, shape.parts, stage, beside, prove, is_plain
         if key not in self._solved:
-
-            def solve(request: Request, options: Options) -> Plan:
-                return solve_request(request, options, self.reuse, prove=prove)
-
-            self._solved[key] = self._solve(degrees, shape, stage, beside, solve)
+            solve = self._plainly if is_plain else self._openly
+            self._solved[key] = self._solve(degrees, shape, stage, beside, partial(solve, prove=prove))
         return self._solved[key]
 
     def tried(
@@ -212,8 +224,7 @@ class StageSolver:
             if cutoff_s <= self._slower.get(key, -math.inf):
                 raise NotFasterError
             try:
-                solve = partial(self._plainly, cutoff_s=cutoff_s)
-                self._tried[key] = self._solve(degrees, shape, stage, beside, solve)
+                self._tried[key] = self._solve(degrees, shape, stage, beside, partial(self._briefly, cutoff_s=cutoff_s))
             except NotFasterError:
                 self._slower[key] = cutoff_s
                 raise
@@ -242,7 +253,8 @@ class StageSolver:
         beside: Held,
         solve: Callable[[Request, Options], Plan],
     ) -> Plan | None:
-        """What `solve` gives for the request of a stage; None where none fits."""
+        """The plan of a stage beside which its rank holds something, made by `solve` from the stage's request and
+        options; None where none fits."""
         options = replace(
             self.options,
             loss=self.options.loss if stage.last is None else _stand_in,
@@ -262,13 +274,18 @@ class StageSolver:
             self.misses[shape] = f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}"
             return None
 
-    def _plainly(self, request: Request, options: Options, *, cutoff_s: float) -> Plan:
-        """An unproven plan; where that is open, without layers that FSDP shards over shard x tp, unless none fits."""
-        own = replace(request, is_explained=False, cutoff_s=cutoff_s)
-        if own.fsdp_over_tp is None and options.tp != 1:
+    def _openly(self, request: Request, options: Options, *, prove: bool) -> Plan:
+        return solve_request(request, options, self.reuse, prove=prove)
+
+    def _plainly(self, request: Request, options: Options, *, prove: bool) -> Plan:
+        """A plan without layers that FSDP shards over shard x tp where these are not asked for, unless none fits."""
+        if request.fsdp_over_tp is None and options.tp != 1:
             with suppress(InfeasibleError):
-                return solve_request(replace(own, fsdp_over_tp=False), options, self.reuse, prove=False)
-        return solve_request(own, options, self.reuse, prove=False)
+                return self._openly(replace(request, fsdp_over_tp=False), options, prove=prove)
+        return self._openly(request, options, prove=prove)
+
+    def _briefly(self, request: Request, options: Options, *, cutoff_s: float) -> Plan:
+        return self._plainly(replace(request, is_explained=False, cutoff_s=cutoff_s), options, prove=False)
 
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
         """Raises ModelError where a stage does not run its part of the whole model on the same values, and UsageError

@@ -233,21 +233,17 @@ class PointSolver:
         micro-batches, without FSDP, optimizer, recomputation and memory limit."""
         key = point.micro_batch, point.tp
         if key not in self._floors:
-            self._floors[key] = self.least_of(self.on_fewest(point).alone)
+            try:
+                self._floors[key] = self.solver_of(self.on_fewest(point).alone).bound or 0.0
+            except SolverError:
+                if self.request.time_limit_s is None:
+                    raise
+                self._floors[key] = 0.0  # out of time: no step takes less
         return self._floors[key] * self.request.batch.accumulation_steps(point.mesh, point.micro_batch)
 
     def on_fewest(self, point: Point) -> Formulation:
         """The ILP of a point's decisions on as few GPUs as have its tp degree and ranks that divide experts."""
         return self.formulate(replace(point, num_gpus=point.tp * point.ep, shard=point.ep))
-
-    def least_of(self, problem: Problem) -> float:
-        """A lower bound on a problem's optimum, 0 where the time limit does not suffice for one."""
-        try:
-            return self.solver_of(problem).bound or 0.0
-        except SolverError:
-            if self.request.time_limit_s is None:
-                raise
-            return 0.0
 
     def has_floor(self, point: Point) -> bool:
         """True where the floor of points with the same decisions was computed before."""
