@@ -187,7 +187,7 @@ def test_a_plan_of_stages_says_what_was_asked_for(tmp_path: Path) -> None:
     assert (told["command"], told["pins"]) == (request.command, pin)
 
 
-def test_degrees_at_which_pins_leave_no_layout_are_left_out() -> None:
+def test_degrees_at_which_pins_leave_no_layout_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """The megatron style needs two tp ranks; where one is asked for, the error says so."""
     words = [
         "solve",
@@ -202,7 +202,9 @@ def test_degrees_at_which_pins_leave_no_layout_are_left_out() -> None:
     ]
     words += ["16", "--micro-batch", "1", "--pp", "2", "--no-prove", "--pin", "layers.*.attention=megatron"]
     assert main([*words, "-o", os.devnull]) == 0
-    assert main([*words, "--tp", "1", "-o", os.devnull]) == 5
+    capsys.readouterr()
+    assert main([*words, "--tp", "1", "-o", os.devnull]) == 3
+    assert "'layers.*.attention=megatron' leaves no layout" in capsys.readouterr().err
 
 
 def test_stages_that_do_not_fit_with_units_over_tp_are_solved_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def _fastest(
         search = Search(solver=solver, shape=shape, progress=None)
         try:
             searches.append((search.floor(least), shape, search))
-        except (IndivisibleError, UsageError) as error:
+        except (IndivisibleError, InfeasibleError, UsageError) as error:
             why_not.setdefault(type(error), first_line(error))
     tried, left = 0, list[PipelineShape]()
     searches.sort(key=lambda one: one[:2])

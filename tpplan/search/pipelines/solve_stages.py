@@ -150,24 +150,25 @@ class Search:
 
     def floor(self, least: float = math.inf) -> float:
         """Seconds that no step is below at any degrees; where that is `least` or more, it may be more. Raises
-        UsageError where the model has too few places to be cut, NoLayoutError where pins leave it no layout."""
+        UsageError where the model has too few places to be cut, InfeasibleError where pins leave it no layout."""
         return min(self._floors(least).values())
 
     def _floors(self, least: float) -> dict[Degrees, float]:
         """By degrees at which the model has a layout the seconds that no step is below: whatever the cuts, and where
-        these are below `least` with those that balance the ranks. Raises NoLayoutError where there is no layout."""
+        these are below `least` with those that balance the ranks. Raises InfeasibleError where pins leave none."""
         every = self.degrees()
         self.solver.cuts(min(degrees.micro_batch for degrees in every), self.shape)  # whether there are enough
         why_not = {degrees: self.solver.why_no_layout(degrees) for degrees in every}
         floors = {own: self.solver.even_floor(self.shape, own) for own, why in why_not.items() if why is None}
         if not floors:
-            raise next(error for error in why_not.values() if error is not None)
+            without = {degrees.tp: error for degrees, error in why_not.items() if error is not None}
+            raise self.solver.no_layout(every[0].micro_batch, without)
         return floors | {own: self.solver.floor(self.shape, own) for own, even in floors.items() if even < least}
 
     def best(self, least: float = math.inf) -> tuple[float, Degrees] | None:
         """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
         least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
-        fits, UsageError where the model has too few places to be cut, NoLayoutError where pins leave it no layout."""
+        fits or pins leave no layout, and UsageError where the model has too few places to be cut."""
         floors = self._floors(least)
         found: dict[Degrees, _Found] = {}
         first = min(floors, key=floors.__getitem__)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.errors import InfeasibleError, ModelError, TpplanError, UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.build_space import NoLayoutError
@@ -19,6 +19,7 @@ from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.best_first import NotFasterError
+from tpplan.search.diagnose import no_layout
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
@@ -138,6 +139,10 @@ class StageSolver:
             except NoLayoutError as error:
                 self._why_no_layout[key] = error
         return self._why_no_layout[key]
+
+    def no_layout(self, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
+        """The error where the model has no layout at any of the tp degrees; names the pins."""
+        return no_layout(self._points, micro_batch, without)
 
     def loads(self, shape: PipelineShape, degrees: Degrees) -> Loads:
         """The least seconds of a micro-batch between each two places at which the model can be cut."""
