@@ -18,38 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from tpplan.apply.kept_results import KEPT_OPS, contexts_keeping
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.core.graph import joined_name
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import Recompute, WorkKind
+from tpplan.plan.plan import Recompute
 from tpplan.torch_internals.modules import follows_statistics, own_buffers
 from tpplan.torch_internals.tensors import version_of
 from tpplan.trace.hooks.generated_class import subclass
 from tpplan.trace.hooks.host_rng import restored, states_of_generators
-
-#: ops by the kind of work that they do, for a mode of recomputation that keeps the results of this kind
-_OPS = {
-    WorkKind.PRODUCT: (
-        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
-        "aten::convolution", "aten::_convolution", "aten::mkldnn_linear", "mkldnn::_linear_pointwise",
-    ),
-    WorkKind.ATTENTION: (
-        "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
-    ),
-    WorkKind.SUM: (
-        "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor",
-        "_c10d_functional::all_to_all_single",
-    ),
-}  # fmt: skip
-#: by mode, the ops whose results it keeps
-KEPT_OPS = {mode: frozenset(op for kind, ops in _OPS.items() if kind in mode.keeps for op in ops) for mode in Recompute}
-
-#: ops that return views without telling autograd: a write through one would change a kept result unseen
-_UNSAFE = ("aten::unsafe_chunk", "aten::unsafe_split")
 
 
 def check_recomputable(module: nn.Module, name: str) -> None:
@@ -73,8 +52,7 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
     """Returns the subclass of cls whose forward is recomputed. The subclass has the name of cls."""
     contexts: dict[str, Any] = {}
     if mode.is_selective:
-        policy = functools.partial(_policy, KEPT_OPS[mode])
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        contexts["context_fn"] = functools.partial(contexts_keeping, KEPT_OPS[mode])
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -86,15 +64,6 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
         return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
 
     return subclass(cls, {"forward": forward}, recomputed_class, (mode,))
-
-
-def _policy(kept: frozenset[str], _context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    if op.name().startswith(_UNSAFE):
-        raise UsageError(
-            f"{op.name()} runs in a module that is recomputed selectively: a write to its results would change a "
-            "kept matrix product; recompute that module fully"
-        )
-    return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 #: key in a module's __dict__ of the names of the buffers at or below it that its forward writes to

@@ -196,6 +196,8 @@ class Step(StrEnum):
 
 #: steps that communicate between ranks; all other steps are local
 COLLECTIVE_STEPS = frozenset({Step.ALL_REDUCE, Step.ALL_GATHER, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
+#: steps that sum or exchange over ranks, whose results a mode of recomputation that keeps WorkKind.SUM keeps
+SUM_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 _K = LayoutKind
 #: (from, to) -> (forward, backward). Identities are left out; a pair that is missing cannot be converted.

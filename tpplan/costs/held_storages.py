@@ -24,6 +24,8 @@ class Holding:
     is_given: bool
     #: the layer inside of which a boundary makes the storage
     crossed_in: str | None
+    #: the boundaries that alone read the storage, of a product that is not kept where all of them give a sum; else ()
+    summed_by: tuple[str, ...]
     #: position of the node that makes the storage
     made: int
     #: position of the earliest node, over all modes, after whose backward the storage is freed
@@ -33,12 +35,13 @@ class Holding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """A key that storages of equal bytes share: the classes of the decisions that make the storage and, of a part, of
-    those that read it, and whether it may be a sum over ranks."""
+    those that read it, whether it may be a sum over ranks, and the classes of those that may sum it."""
 
     maker: str
     position: int
     readers: tuple[str, ...] | None
     may_be_sum: bool
+    summed_by: tuple[str, ...]
 
     @classmethod
     def of(cls, held: Holding, classes: Mapping[str, str]) -> "Form":
@@ -49,6 +52,7 @@ class Form:
             position=segment.position,
             readers=None if segment.is_kept else tuple(classes[name] for name in held.wanted),
             may_be_sum=held.crossed_in is not None and not held.is_given,
+            summed_by=tuple(classes[name] for name in held.summed_by),
         )
 
 

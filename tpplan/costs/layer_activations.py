@@ -30,6 +30,7 @@ from tpplan.costs.saved_tensors import (
     segments_in,
     segments_of,
     sources,
+    unsummed_expressions,
 )
 from tpplan.layouts.decision_space import Decider, Space
 from tpplan.layouts.readings import Reading
@@ -224,7 +225,7 @@ class _ActivationFinder:
         classes, found = self.space.classes, []
         forms, numbers = self.space.once_for_all_sizes((Form, memo_key), lambda: forms_of(classes, holdings))
         for form, segment in forms:
-            key = self._key_of(segments, segment, form.readers)
+            key = self._key_of(segments, segment, form)
             found.append((key, self._sums_held(form.maker, key) if form.may_be_sum else None))
         keeps_sums = _keeps_sums(mode)
         for held, number in zip(holdings, numbers, strict=True):
@@ -236,12 +237,15 @@ class _ActivationFinder:
             if held.is_needed:
                 yield held.owner, key, held.made, until, held.is_there
 
-    def _key_of(self, segments: dict[str, SavedStorage], segment: SavedStorage, readers: tuple[str, ...] | None) -> Key:
-        """Returns the key of the kept bytes of a storage: all, or the part that these classes of boundaries read."""
-        what = self.space.classes[segment.maker], segment.position, readers and tuple(sorted(set(readers)))
+    def _key_of(self, segments: dict[str, SavedStorage], segment: SavedStorage, form: Form) -> Key:
+        """Returns the key of the kept bytes of a storage: all, the part that these classes of boundaries read, or what
+        these do not sum."""
+        readers, summed_by = (own and tuple(sorted(set(own))) for own in (form.readers, form.summed_by))
+        unsummed = unsummed_expressions(self.space, segment, form.summed_by) if form.summed_by else None
+        what = self.space.classes[segment.maker], segment.position, readers, summed_by if unsummed is not None else ()
         key = self._number(what)
         if key not in self.sizes:
-            self.sizes[key] = kept_expressions(self.space, segments, segment)
+            self.sizes[key] = unsummed or kept_expressions(self.space, segments, segment)
         return key
 
     def _number(self, what: object) -> Key:
@@ -251,12 +255,13 @@ class _ActivationFinder:
         """Returns the segments, and the storages that are kept under a mode or may be, under one that keeps sums."""
         space, segments = self.space, segments_of(self.space, self.executor)
         found = []
+        summed_by = {name: own for name, segment in segments.items() if (own := self._summed_by(segment, mode))}
         if mode is not Recompute.NONE:
             for segment in segments.values():
                 maker = space.deciders[segment.maker]
                 if self._entered_unit(maker) is not None or self._keeps_inside(segment.maker, mode):
                     segment.is_kept = True
-        for segment in segments.values():
+        for name, segment in segments.items():
             wanted = tuple(name for name in segment.exits if is_wanted(segments, name))
             is_needed = segment.is_kept or bool(wanted)
             maker = space.deciders[segment.maker]
@@ -283,6 +288,7 @@ class _ActivationFinder:
                     is_needed=is_needed,
                     is_given=is_given,
                     crossed_in=crossed_in,
+                    summed_by=summed_by.get(name, ()),
                     made=made,
                     until=until,
                 )
@@ -310,11 +316,24 @@ class _ActivationFinder:
         decider = self.space.deciders[name]
         if not mode.is_selective or not isinstance(decider, Op) or self._interior_unit(decider) is None:
             return False
-        representative = self.space.classes[name]
+        return not mode.keeps.isdisjoint(self._work_of(decider))
+
+    def _work_of(self, op: Op) -> frozenset[WorkKind]:
+        representative = self.space.classes[op.name]
         if representative not in self._work:
-            kernels = self.executor.whole(self.space.graph, decider).forward
+            kernels = self.executor.whole(self.space.graph, op).forward
             self._work[representative] = frozenset(WORK[type(kernel)] for kernel in kernels)
-        return not mode.keeps.isdisjoint(self._work[representative])
+        return self._work[representative]
+
+    def _summed_by(self, segment: SavedStorage, mode: Recompute) -> tuple[str, ...]:
+        """The boundaries that alone read a product that a mode keeps, which lets it go where all of them give a sum
+        that it keeps too; () where something else reads it, or a boundary of another layer."""
+        maker = self.space.deciders[segment.maker]
+        if not _keeps_sums(mode) or not self._keeps_inside(segment.maker, mode) or not isinstance(maker, Op):
+            return ()
+        units = {self.unit_of(self.space.deciders[name]) for name in segment.exits}
+        is_alone = not segment.is_read and units == {self.unit_of(maker)}
+        return tuple(segment.exits) if is_alone and WorkKind.PRODUCT in self._work_of(maker) else ()
 
     def _sums_held(self, name: str, key: Key) -> tuple[Key, Key] | None:
         """Splits the kept bytes of a class of boundaries (`key`) by whether the conversion gives a sum over ranks.

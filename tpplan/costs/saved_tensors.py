@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, within
-from tpplan.core.layout import Conversion, Layout, R, Step
+from tpplan.core.layout import SUM_STEPS, Conversion, Layout, R
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.execution import local_bytes
 from tpplan.layouts.decision_space import Space
@@ -20,16 +20,13 @@ from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES
 from tpplan.solvers.problem import Expression, Term
 
-#: conversion steps whose work is WorkKind.SUM: their ops are those that tpplan.apply.recompute keeps for that kind
-_SUMS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
-
 
 def gives_sum(conversion: Conversion) -> bool:
     """True where a conversion's forward sums or exchanges over ranks, so that a mode that keeps sums keeps its result.
 
     A gather of slices does not: its result is cheap to make again, and large.
     """
-    return not _SUMS.isdisjoint(conversion.forward)
+    return not SUM_STEPS.isdisjoint(conversion.forward)
 
 
 @dataclass(slots=True)
@@ -47,6 +44,8 @@ class SavedStorage:
     position: int
     #: True where an op before the next boundaries saves the storage
     is_kept: bool = False
+    #: True where an op before the next boundaries reads the storage, other than by a view
+    is_read: bool = False
     #: names of the boundaries that read the storage
     exits: list[str] = field(default_factory=list)
     #: the last op that reads the storage, or the end of the last call that it is passed to
@@ -151,12 +150,17 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, SavedStorag
             start(node, 0, position)
             continue
         execution = executor.whole(graph, node)
+        viewed = set[str]()
         for place, result in enumerate(node.results):
             alias = _aliased_operand(graph, node, result, segment_of)
             if alias is None:
                 start(node, place, position)
             else:
                 segment_of[result] = alias
+                viewed.add(alias)
+        for operand in node.operands:
+            if (key := segment_of.get(operand)) is not None and key not in viewed:
+                segments[key].is_read = True
         saved = [node.results[place] for place in execution.saves_results]
         saved += [operand for index in execution.saves if (operand := node.operands[index]) not in fixed]
         for segment in (segments[segment_of[value]] for value in saved if value in segment_of):
@@ -207,6 +211,19 @@ def kept_expressions(
         )
         for reader in readers
     )
+
+
+def unsummed_expressions(space: Space, segment: SavedStorage, exits: tuple[str, ...]) -> tuple[Expression, ...] | None:
+    """Returns expressions whose maximum is the bytes of a product, which only boundaries read, that a mode keeps that
+    keeps sums: none where each of them gives a sum. None where none of them may.
+    """
+    found, may_sum = [], False
+    for reader in dict.fromkeys(space.classes[name] for name in exits):
+        conversions = [Conversion(s.operands[0], s.results[0]) for s in space.strategies[reader]]
+        may_sum |= any(map(gives_sum, conversions))
+        vector = tuple(0.0 if gives_sum(own) else _local(space, segment, own.source) for own in conversions)
+        found.append(Expression(terms=((reader, vector),)))
+    return tuple(found) if may_sum else None
 
 
 def own_bytes(space: Space, segment: SavedStorage) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from keyword import iskeyword
 from math import prod
 from typing import Any
 
-from tpplan.apply.recompute import KEPT_OPS
+from tpplan.apply.kept_results import KEPT_OPS
 from tpplan.core.graph import within
 from tpplan.core.mesh import AXES
 from tpplan.core.name_patterns import parse_ranges

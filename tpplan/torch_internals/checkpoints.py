@@ -6,12 +6,19 @@ Models import `checkpoint` by name, so replacing `checkpoint` itself would not r
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as checkpoints
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    CheckpointPolicy,
+    _VersionWrapper,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tpplan.torch_internals.autograd import running_backward
 from tpplan.torch_internals.probes import Probe
@@ -89,6 +96,71 @@ def _generated_by(make: Callable[..., Any]) -> Iterator[None]:
         setattr(checkpoints, name, generator)
 
 
+class KeptResult:
+    """A tensor that a selective checkpoint keeps from forward to its replay."""
+
+    __slots__ = ("_index", "_table")
+
+    def __init__(self, table: Any, index: int) -> None:
+        self._table, self._index = table, index
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
+        found: torch.Tensor = self._table[self._index].val
+        return found
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Keeps a tensor in its place, which must not be written to until the replay."""
+        self._table[self._index] = _VersionWrapper(tensor)
+
+    def put_made(self, make: Callable[[], torch.Tensor]) -> None:
+        """Keeps nothing in its place, and a tensor is made for the replay."""
+        self._table[self._index] = _Made(make)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """In the place of torch's holder of a kept tensor."""
+
+    make: Callable[[], torch.Tensor]
+
+    def get_val(self, _allow_cache_entry_mutation: object) -> torch.Tensor:
+        """The tensor for the replay."""
+        return self.make()
+
+
+class KeptResults:
+    """The results that a selective checkpoint has kept so far."""
+
+    __slots__ = ("_by_op",)
+
+    def __init__(self, by_op: Mapping[Any, Any]) -> None:
+        self._by_op = by_op
+
+    def last(self, op: Any) -> KeptResult | None:
+        """The result of an op's last call; None where it is no tensor, or is not kept."""
+        if not (table := self._by_op.get(op)):
+            return None
+        index = next(reversed(table)) if isinstance(table, Mapping) else len(table) - 1
+        is_tensor = isinstance(table[index], _VersionWrapper) and isinstance(table[index].val, torch.Tensor)
+        return KeptResult(table, index) if is_tensor else None
+
+
+def selective_contexts(policy_of: Callable[[KeptResults], Callable[..., CheckpointPolicy]]) -> tuple[Any, Any]:
+    """The contexts of a selective checkpoint's forward and of its replay, by the policy that is made of the results
+    that they keep."""
+    policies: list[Callable[..., CheckpointPolicy]] = []
+
+    def policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policies[0](*args, **kwargs)
+
+    create: Callable[..., tuple[Any, Any]] = create_selective_checkpoint_contexts
+    contexts = create(policy)
+    policies.append(policy_of(KeptResults(contexts[0].storage)))
+    return contexts
+
+
 # ---- probes
 
 
@@ -145,6 +217,31 @@ def _raised() -> bool:
     return kept is not None and x.grad is not None
 
 
+def _selective() -> bool:
+    """What is put in the place of a kept result is what code gets in the replay."""
+    kept: list[KeptResults] = []
+    products: list[torch.Tensor] = []
+
+    def policy_of(results: KeptResults) -> Callable[..., CheckpointPolicy]:
+        kept.append(results)
+        mm, modes = torch.ops.aten.mm.default, CheckpointPolicy
+        return lambda _, op, *args, **kwargs: modes.MUST_SAVE if op is mm else modes.PREFER_RECOMPUTE
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        first, second = x @ x, x @ (x + 1)
+        if not products:
+            result = kept[0].last(torch.ops.aten.mm.default)
+            assert result is not None
+            result.put_made(lambda: torch.full((2, 2), 7.0))
+            assert kept[0].last(torch.ops.aten.sin.default) is None
+        products.extend((first.detach(), second.detach()))
+        return (first * second).sin()
+
+    x = torch.eye(2, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False, context_fn=lambda: selective_contexts(policy_of)).sum().backward()
+    return torch.equal(products[2], torch.eye(2)) and torch.equal(products[3], torch.full((2, 2), 7.0))
+
+
 def _wrapper() -> bool:
     wrapper = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     x = torch.ones(1, 1, requires_grad=True)
@@ -170,6 +267,12 @@ PROBES = (
         uses=f"torch.utils.checkpoint.{_GENERATORS[0]} or {_GENERATORS[1]}, replaced",
         needed_for="models that checkpoint their layers",
         works=_not_reentrant,
+    ),
+    Probe(
+        name="selective checkpoints",
+        uses="create_selective_checkpoint_contexts(...)[0].storage, torch.utils.checkpoint._VersionWrapper",
+        needed_for="letting go of products under selective recomputation once they are summed over ranks",
+        works=_selective,
     ),
     Probe(
         name="checkpoints whose forward raises",

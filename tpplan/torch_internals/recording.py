@@ -98,6 +98,11 @@ def recorder() -> Any:
     return mode
 
 
+def is_recording() -> bool:
+    """True while ops are recorded, by tpplan or by torch.compile."""
+    return get_proxy_mode() is not None
+
+
 def unrecorded() -> contextlib.AbstractContextManager[object]:
     """A context in which no op is recorded."""
     return disable_proxy_modes_tracing()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -26,6 +27,23 @@ Hooks = dict[int, Callable[..., Any]]
 def storage_key(tensor: Tensor) -> int:
     """A number that is equal for tensors on one storage, meta tensors too, for as long as the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+class StorageRef:
+    """The number of a tensor's storage, which is no other storage's while this object exists; the storage's memory is
+    not kept."""
+
+    __slots__ = ("_weak", "key")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.key = storage_key(tensor)
+        refer: Callable[..., object] = StorageWeakRef
+        self._weak = refer(tensor.untyped_storage())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """False for tensors of other memory than strided one, as oneDNN's."""
+    return bool(torch._C._has_storage(tensor))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -155,6 +173,16 @@ def _parts() -> bool:
     return local_part(again) is local_part(given) and again.placements == given.placements and not again.requires_grad
 
 
+def _references() -> bool:
+    """A storage's number is not given to another one while it is referred to, though its memory is."""
+    x = torch.ones(1 << 16)
+    key, own = storage_key(x), StorageRef(x)
+    del x
+    return (
+        own.key == key and all(storage_key(torch.ones(1 << 16)) != key for _ in range(8)) and has_storage(torch.ones(1))
+    )
+
+
 def _modes_off() -> bool:
     class Loud(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
@@ -178,6 +206,12 @@ PROBES = (
         uses="UntypedStorage._cdata",
         needed_for="knowing which values of a trace share memory",
         works=_storages,
+    ),
+    Probe(
+        name="references to storages",
+        uses="torch.multiprocessing.reductions.StorageWeakRef, torch._C._has_storage",
+        needed_for="letting go of products under selective recomputation once they are summed over ranks",
+        works=_references,
     ),
     Probe(
         name="counts of writes",

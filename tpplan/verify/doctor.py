@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tpplan import solvers
-from tpplan.apply.recompute import KEPT_OPS
+from tpplan.apply.kept_results import KEPT_OPS
 from tpplan.core.errors import first_line
 from tpplan.core.files import version_of
 from tpplan.core.mesh import Axis

@@ -22,6 +22,7 @@ unless all dims before it have size 1.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never, final
@@ -32,12 +33,26 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.core.layout import COLLECTIVE_STEPS, ROWS, Conversion, Layout, Step, fits
+from tpplan.core.layout import COLLECTIVE_STEPS, ROWS, SUM_STEPS, Conversion, Layout, Step, fits
 from tpplan.core.part_intervals import Interval, exchange, held, in_order, rank_by_rank
 from tpplan.torch_internals.autograd import below_autograd
 from tpplan.torch_internals.operators import check_within, collectives
 
 _ops = collectives()
+
+
+class _Running(threading.local):
+    """What a thread runs."""
+
+    is_summing = False
+
+
+_running = _Running()
+
+
+def is_summing() -> bool:
+    """True while this thread runs the forward half of a conversion that sums over ranks or exchanges slices."""
+    return _running.is_summing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +128,13 @@ class Converter:
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the converted value: the forward half of the conversion."""
-        return _keep_order(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        if self._forward not in SUM_STEPS or torch.compiler.is_compiling():
+            return _keep_order(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        before, _running.is_summing = _running.is_summing, True
+        try:
+            return _keep_order(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        finally:
+            _running.is_summing = before
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Returns the converted gradient: the backward half of the conversion."""

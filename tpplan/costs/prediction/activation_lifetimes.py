@@ -64,12 +64,15 @@ def _is_new_call(graph: ModelGraph, position: int, module: str) -> bool:
 @dataclass(slots=True, eq=False)
 class Storage:
     """Memory of an activation on a rank in bytes; by position in the graph the node that makes it, the last that reads
-    it, and those that save it for their backward."""
+    it, those that save it for their backward, and the boundaries that sum it; whether other nodes read it than those,
+    and than views of it."""
 
     num_bytes: float
     maker: int
     last_reader: int
     keepers: set[int] = field(default_factory=set)
+    summed_at: set[int] = field(default_factory=set)
+    is_read: bool = False
 
 
 class Lifetimes:
@@ -118,9 +121,18 @@ class Lifetimes:
             run = self.run_at.get(i)
             if run is not None and self.nodes[i].module == run.module:  # FSDP's cast of it is in the run already
                 found.add(i)
-        if self.is_held(storage.maker):
+        if self.is_held(storage.maker) and not self.is_let_go(storage):
             found.add(storage.maker)
         return found
+
+    def is_let_go(self, storage: Storage) -> bool:
+        """True for a product whose mode keeps it, but lets it go as nothing reads it but sums that it keeps too."""
+        run, node = self.run_at.get(storage.maker), self.nodes[storage.maker]
+        if run is None or isinstance(node, Boundary) or not run.mode.keeps >= {WorkKind.PRODUCT, WorkKind.SUM}:
+            return False
+        if storage.is_read or not storage.summed_at or any(self.run_at.get(i) is not run for i in storage.summed_at):
+            return False
+        return any(WORK[type(kernel)] is WorkKind.PRODUCT for kernel in self.executions[storage.maker].forward)
 
     def stop(self, run: Run) -> int:
         """The last position that runs again in backward: that of the last op that saves anything; -1 for none."""
@@ -163,7 +175,11 @@ class Lifetimes:
         storage = storage_of[node.operand]
         if storage is not None and node.direction is Direction.INPUT:
             self.entered.setdefault(storage, []).append(position)
-        if self.conversion(node).forward:
+        if (conversion := self.conversion(node)).forward:
+            if storage is not None and gives_sum(conversion):
+                storage.summed_at.add(position)
+            elif storage is not None:
+                storage.is_read = True
             storage = self._new(position, node.result, self.strategy(node.name).results[0])
             storage.last_reader = until
         if storage is not None and position in self._returned:
@@ -177,6 +193,10 @@ class Lifetimes:
             storage_of[result] = (
                 self._new(position, result, self.strategy(op.name).results[i]) if viewed is None else storage_of[viewed]
             )
+        views = {storage_of[result] for result in op.results}
+        for name in op.operands:
+            if (storage := storage_of[name]) is not None and storage not in views:
+                storage.is_read = True
         kept = [op.operands[i] for i in execution.saves] + [op.results[i] for i in execution.saves_results]
         for name in kept:
             if (storage := storage_of[name]) is not None:

@@ -157,10 +157,13 @@ class _Replay:
             self.ledger.module = node.module
             if run is None and self.shards is not None:
                 self.shards.before_forward(position)
-            if run is None or not self.lifetimes.is_held(position):
-                for storage in self.lifetimes.made[position]:
+            is_held = run is not None and self.lifetimes.is_held(position)
+            for storage in self.lifetimes.made[position]:
+                # A product that its mode lets go of exists in the replay too, without its values.
+                if not is_held or self.lifetimes.is_let_go(storage):
                     self._make(storage, run)
                     dying.setdefault(min(storage.last_reader, positions[-1]), []).append(storage)
+            if not is_held:
                 self._hold_while_running(node, position)
             for storage in dying.pop(position, ()):
                 self._unmake(storage)
