@@ -78,16 +78,16 @@ def run_as_code(code: Callable[..., Tensor], *shapes: Sequence[int]) -> tuple[tu
 
 
 def attention_dropout(sizes: Sizes) -> Kernels:
-    """Dropout of attention's probabilities, a kernel of its own after the fused softmax [Megatron-LM v2.5,
-    model/transformer.py, ParallelAttention]: it reads and writes them, and writes a mask, or reads it backwards."""
+    """Dropout of attention's probabilities, a kernel of its own after the fused softmax [Megatron-LM,
+    megatron/model/transformer.py]: it reads and writes them, and writes a mask, or reads it backwards."""
     num = prod(sizes.scores)
     once = (MemoryBound(num_bytes=num * (2 * HALF + MASK)),)
     return Kernels(forward=once, backward=once)
 
 
 def hidden_dropout(sizes: Sizes) -> Kernels:
-    """What dropout adds to the two kernels of a layer that add to the residual [Megatron-LM v2.5,
-    model/transformer.py, bias_dropout_add_fused_train]: a mask each."""
+    """What dropout adds to the two kernels of a layer that add to the residual [Megatron-LM,
+    megatron/model/transformer.py, bias_dropout_add_fused_train]: a mask each."""
     once = (MemoryBound(num_bytes=prod(sizes.hidden) * MASK),) * 2
     return Kernels(forward=once, backward=once)
 
