@@ -98,6 +98,12 @@ def misaligned(count: int, flop_per_s: float) -> dict[str, object]:
     return {"dtype": "bfloat16", "bytes": count, **rates, **OWN}
 
 
+def batched(inner: tuple[float, ...] = (1e14, 2e14, 4e14)) -> dict[str, object]:
+    """bfloat16 matmuls in batches, with sizes of 128, 256 and 2048 beside those of 2048, of the same machine."""
+    rates = {"inner_flop_per_s": list(inner), "outer_flop_per_s": [1.5e14, 2.5e14, 4e14], "relative_error": 0.1}
+    return {"dtype": "bfloat16", "sizes": [128, 256, 2048], **rates, **OWN}
+
+
 def full_profile() -> dict[str, object]:
     """A profile with all that one may hold."""
     content = synthetic_profile(hbm_bytes_per_s=2e12, launch_s=5e-6)
@@ -108,6 +114,7 @@ def full_profile() -> dict[str, object]:
         "attention_tables": [attention_content(True, backward, 4e14) for backward in (False, True)],
         "memory_bound_table": cached,
         "misaligned_matmuls": [misaligned(8, 2e14), misaligned(2, 1e14)],
+        "batched_matmuls": [batched()],
         "launch": {"launch_s": 5e-6, "issue_s": 8e-6, "relative_error": 0.1, **OWN},
         "overlap": {"matmul_slowdown": 0.15, "collective_slowdown": 0.3, "relative_error": 0.1, **OWN},
         "fitted": [

@@ -27,6 +27,7 @@ from tpplan.machine.tables import MemoryBoundTable
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED_FILE = REPOSITORY / "profiles" / "h100-sxm.json"
 H100 = load_profile("h100-sxm")
+A100 = load_profile("a100-sxm-80gb")
 CONTENT = json.loads(SHIPPED_FILE.read_text())
 #: a few units in the last place of a double: interpolation goes through logarithms
 ROUNDING = 1e-12
@@ -86,6 +87,28 @@ def test_a_misaligned_matmul_takes_longer_by_its_work(alignment: int, further_s_
     assert found.seconds == pytest.approx(aligned.seconds + further_s)
     assert found.error_s == pytest.approx(aligned.error_s + 0.25 * further_s)
     assert profile.matmul(**sizes, dtype="float16", alignment=alignment) == profile.matmul(**sizes, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rate"),
+    [(2048, 2048, 128, 1e14), (2048, 2048, 256, 2e14), (2048, 128, 2048, 1.5e14), (256, 2048, 2048, 2.5e14)],
+)
+def test_a_batch_takes_at_least_the_time_by_its_small_size(m: int, n: int, k: int, rate: float) -> None:
+    profile = HardwareProfile.from_dict(full_profile(), "full")
+    found = profile.matmul(m=m, n=n, k=k, batch=64, dtype="bfloat16")
+    assert found.seconds == pytest.approx(2 * 64 * m * n * k / rate)
+    assert found.error_s == pytest.approx(0.1 * found.seconds)
+    # launch + FLOP / 4e14, as where no size is small: one product, another dtype
+    one = profile.matmul(m=m, n=n, k=k, dtype="bfloat16")
+    assert one.seconds == pytest.approx(5e-6 + 2 * m * n * k / 4e14)
+    assert profile.matmul(m=m, n=n, k=k, batch=64, dtype="float16").seconds < found.seconds
+
+
+def test_a_batch_of_small_products_goes_by_bytes() -> None:
+    profile = HardwareProfile.from_dict(full_profile(), "full")
+    seconds = [profile.matmul(m=2048, n=2048, k=k, batch=64, dtype="bfloat16").seconds for k in (64, 128)]
+    # both operands and the result: 2 * 2048 * 64 + 2048^2 numbers, and 2 * 2048 * 128 + 2048^2
+    assert seconds[0] / seconds[1] == pytest.approx((2 * 64 + 2048) / (2 * 128 + 2048))
 
 
 def test_all_to_all_counts_the_whole_value() -> None:
@@ -220,16 +243,17 @@ def test_what_an_older_file_does_not_hold_stays_absent() -> None:
 # --- what lies between and beyond ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("profile", [H100, A100], ids=["H100", "A100"])
 @given(m=sizes, n=sizes, k=sizes, batch=st.integers(1, 64), dtype=dtypes, more=st.integers(1, 5000), which=st.data())
 def test_matmul_time_never_decreases_with_a_size(
-    m: int, n: int, k: int, batch: int, dtype: str, more: int, which: st.DataObject
+    profile: HardwareProfile, m: int, n: int, k: int, batch: int, dtype: str, more: int, which: st.DataObject
 ) -> None:
     smaller = {"m": m, "n": n, "k": k, "batch": batch}
     grown = which.draw(st.sampled_from(sorted(smaller)))
     larger = smaller | {grown: smaller[grown] + more}
-    before, after = (H100.matmul(**shape, dtype=dtype).seconds for shape in (smaller, larger))
+    before, after = (profile.matmul(**shape, dtype=dtype).seconds for shape in (smaller, larger))
     assert after >= before * (1 - ROUNDING)
-    assert before >= H100.launch_s * (1 - ROUNDING)
+    assert before >= profile.launch_s * (1 - ROUNDING)
 
 
 @given(kind=kinds, group=groups, num_bytes=message_bytes, more=st.floats(0, 1e11))
@@ -502,6 +526,22 @@ FULL_MUTATIONS: dict[str, tuple[Edit, str]] = {
     "misaligned twice": (
         lambda d: d["misaligned_matmuls"][1].update(bytes=8),
         "misaligned_matmuls[1]: expected one entry for ('bfloat16', 8), got a second",
+    ),
+    "batches twice": (
+        lambda d: d["batched_matmuls"].append(d["batched_matmuls"][0]),
+        "batched_matmuls[1]: expected one entry for bfloat16, got a second",
+    ),
+    "batches of falling sizes": (
+        lambda d: d["batched_matmuls"][0].update(sizes=[256, 128, 2048]),
+        "batched_matmuls[0].sizes[1]: expected > sizes[0] = 256, got 128",
+    ),
+    "batches that a larger size makes faster": (
+        lambda d: d["batched_matmuls"][0].update(inner_flop_per_s=[1e14, 3e14, 4e14]),
+        "batched_matmuls[0].sizes / inner_flop_per_s[1]: expected >= sizes / inner_flop_per_s[0] = 1.28e-12, got",
+    ),
+    "batches without a rate": (
+        lambda d: d["batched_matmuls"][0].update(outer_flop_per_s=[1e14, 3e14]),
+        "batched_matmuls[0].outer_flop_per_s: expected 3 values, got 2",
     ),
     "free issue": (lambda d: d["launch"].update(issue_s=0), "launch.issue_s: expected > 0, got 0"),
     "a speedup": (lambda d: d["overlap"].update(matmul_slowdown=-0.1), "overlap.matmul_slowdown: expected >= 0"),

@@ -65,14 +65,17 @@ def square(profile: HardwareProfile, size: int, dtype: str = "bfloat16") -> floa
         (8192, 51136, 14336, 1, 16, 255.4), (8192, 51140, 14336, 1, 8, 138.4), (8192, 51138, 14336, 1, 4, 136.9),
         (8192, 51137, 14336, 1, 2, 76.1), (27648, 4096, 212, 1, 8, 125.6), (27648, 4096, 250, 1, 4, 153.6),
         (27648, 4096, 258, 1, 4, 116.6), (27648, 4096, 380, 1, 8, 161.0), (27648, 4096, 434, 1, 4, 131.7),
-        (2048, 148, 2048, 64, 8, 92.7),
+        (2048, 148, 2048, 64, 8, 92.7), (2048, 2048, 130, 64, 4, 69.5), (2048, 212, 2048, 64, 8, 117.8),
+        (2048, 2048, 228, 64, 8, 92.2), (2048, 2048, 358, 64, 4, 110.3), (2048, 510, 2048, 64, 4, 155.8),
+        (2048, 2048, 128, 64, 16, 91.6), (2048, 128, 2048, 64, 16, 134.8), (2048, 2048, 256, 64, 16, 128.2),
+        (2048, 256, 2048, 64, 16, 157.5), (2048, 2048, 504, 64, 16, 191.1), (2048, 504, 2048, 64, 16, 225.8),
     ],
 )  # fmt: skip
-def test_misaligned_matmuls_are_within_their_bars_of_what_was_published(
+def test_misaligned_and_batched_matmuls_are_within_their_bars_of_what_was_published(
     m: int, n: int, k: int, batch: int, alignment: int, tflops: float
 ) -> None:
-    """float16 TFLOP/s on an A100 (github.com/EleutherAI/cookbook, sizing/results): of these the first four are in the
-    profile."""
+    """float16 TFLOP/s on an A100 (github.com/EleutherAI/cookbook, sizing/results): of these the first four and the last
+    six are in the profile."""
     found = shipped("a100-sxm-80gb").matmul(m=m, n=n, k=k, batch=batch, dtype="float16", alignment=alignment)
     assert abs(found.seconds - 2 * m * n * k * batch / (1e12 * tflops)) <= 1.65 * found.error_s
 
@@ -102,6 +105,7 @@ def test_sources_may_be_bundled_and_inferences_say_so(name: str) -> None:
     profile = shipped(name)
     assert all(source.licence and "do not bundle" not in source.licence for source in profile.sources)
     tables = (*profile.matmuls, *(profile.misaligned_matmuls or ()), *profile.attention_rates)
+    tables += profile.batched_matmuls or ()
     cited = {id_ for table in tables for id_ in table.sources}
     cited |= {id_ for table in profile.collectives for id_ in table.sources}
     cited |= {id_ for part in (profile.memory, profile.bandwidth, profile.launch) for id_ in part.sources}

@@ -158,6 +158,11 @@ def test_what_is_neglected_is_said() -> None:
     ]
 
 
+def test_a_bias_that_the_code_has_is_not_neglected() -> None:
+    code = dataclasses.replace(CODE, further=("alibi",))
+    assert read(code, family="gpt (ALiBi not stated)", params_b="0.0688", ffn="4096").caveats == ()
+
+
 @pytest.mark.parametrize(
     ("split", "layers", "stages"),
     [("even", 8, [4, 4]), ("last takes the rest", 7, [4, 3]), ("even with ends", 6, [3, 3])],
@@ -195,9 +200,10 @@ def test_the_table_of_code_that_ships_is_read() -> None:
     assert {source for source, *_ in codes} == {"P04", "P05", "P12", "P14", "P18"}
 
 
-@pytest.mark.parametrize(
-    ("column", "word"), [*itertools.product(["attention", "overlap", "reduce", "sends", "split"], ["perhaps", ""])]
-)
+WORDS = itertools.product(["attention", "overlap", "reduce", "sends", "split"], ["perhaps", ""])
+
+
+@pytest.mark.parametrize(("column", "word"), [*WORDS, ("further", "perhaps")])
 def test_an_unknown_word_of_code_is_refused(column: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "code.csv"
     path.write_text(TABLE.read_text())

@@ -146,7 +146,6 @@ def test_a_slower_network_slows_what_crosses_nodes_alone() -> None:
 
 
 def test_experts_exchange_rows_and_share_their_parameters() -> None:
-    pytest.importorskip("transformers")  # whose experts are priced
     run = dataclasses.replace(read(**EXPERTS), micro_batches=8)
     own, all_experts = pieces(run), pieces(dataclasses.replace(run, ep=8))
     assert run.shape.experts == 8
@@ -157,7 +156,6 @@ def test_experts_exchange_rows_and_share_their_parameters() -> None:
 
 
 def test_rows_that_are_sent_once_take_the_share_of_different_ranks() -> None:
-    pytest.importorskip("transformers")  # whose experts are priced
     every, once = (pieces(read(**EXPERTS, flags=flags)).layer for flags in ("dispatcher=alltoall", "dispatcher=deepep"))
     share = once.time_s[EXPERT_PARALLEL] / every.time_s[EXPERT_PARALLEL]
     assert share == pytest.approx(different_share(4, 2))

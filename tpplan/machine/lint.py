@@ -11,6 +11,7 @@ from tpplan.machine.tables import (
     ALIGNED_BYTES,
     AttentionRate,
     AttentionTable,
+    BatchedMatmuls,
     CollectiveTable,
     MatmulTable,
     MemoryBoundTable,
@@ -33,7 +34,7 @@ def warnings(profile: HardwareProfile) -> tuple[str, ...]:
 def table_name(part: Part) -> str:
     """A table's name in a warning, such as "all_gather on 16 ranks, 8 per node"; "" where the key says it."""
     match part:
-        case MatmulTable() | AttentionRate():
+        case MatmulTable() | AttentionRate() | BatchedMatmuls():
             return part.dtype
         case AttentionTable():
             return f"{part.dtype}{' causal' if part.causal else ''} {'backward' if part.backward else 'forward'}"

@@ -35,6 +35,7 @@ from tpplan.machine.tables import (
     AttentionSizes,
     AttentionTable,
     Bandwidth,
+    BatchedMatmuls,
     Collective,
     CollectiveTable,
     Estimate,
@@ -64,8 +65,8 @@ class HardwareProfile:
 
     Optional: software (version by name: torch, cuda, nccl, driver, python) and date of the measurement;
     attention_tables, replaced by attention_rates; memory_bound_table, replaced by the bandwidth; misaligned_matmuls,
-    replaced by aligned ones; optimizer_issues; overlap; and fitted, at most two numbers that were fitted to training
-    runs.
+    replaced by aligned ones; batched_matmuls, replaced by matmuls; optimizer_issues; overlap; and fitted, at most two
+    numbers that were fitted to training runs.
     """
 
     schema_version: int
@@ -87,6 +88,7 @@ class HardwareProfile:
     attention_tables: tuple[AttentionTable, ...] | None = None
     memory_bound_table: MemoryBoundTable | None = None
     misaligned_matmuls: tuple[MisalignedMatmuls, ...] | None = None
+    batched_matmuls: tuple[BatchedMatmuls, ...] | None = None
     optimizer_issues: tuple[OptimizerIssue, ...] | None = None
     overlap: Overlap | None = None
     fitted: tuple[Fitted, ...] | None = None
@@ -102,6 +104,7 @@ class HardwareProfile:
         check_unique("collectives", [(table.kind, table.ranks, table.ranks_per_node) for table in self.collectives])
         check_unique("attention_tables", [(t.dtype, t.causal, t.backward) for t in self.attention_tables or ()])
         check_unique("misaligned_matmuls", [(own.dtype, own.bytes) for own in self.misaligned_matmuls or ()])
+        check_unique("batched_matmuls", [own.dtype for own in self.batched_matmuls or ()])
         check_unique("optimizer_issues", [issue.optimizer for issue in self.optimizer_issues or ()])
         check_unique("fitted", [number.name for number in self.fitted or ()])
         if len(self.fitted or ()) > MOST_FITTED:
@@ -205,9 +208,14 @@ class HardwareProfile:
         outside of the table. Where some sizes are below the table and none above, T is at most T_c, which was measured
         on larger sizes. Where M decides, its error is added. dtype is torch's name. `alignment` is the largest power of
         two, in bytes, that all rows of the three matrices begin at; below 16, F is the further time of misaligned
-        matmuls, in proportion to FLOP, where it is known.
+        matmuls, in proportion to FLOP, where it is known. A batch takes at least what it does by batched_matmuls.
         """
         found = self._aligned_matmul(m, n, k, batch, dtype)
+        for own in self.batched_matmuls or ():
+            if own.dtype == dtype and batch > 1:
+                seconds = own.seconds(m=m, n=n, k=k, batch=batch)
+                at_least = Estimate(seconds=seconds, error_s=seconds * own.relative_error)
+                found = max(found, at_least, key=lambda estimate: estimate.seconds)
         alike = [own for own in self.misaligned_matmuls or () if own.dtype == dtype and own.bytes >= alignment]
         if not alike:
             return found
@@ -337,6 +345,7 @@ class HardwareProfile:
             "attention_rates": self.attention_rates,
             "attention_tables": self.attention_tables or (),
             "misaligned_matmuls": self.misaligned_matmuls or (),
+            "batched_matmuls": self.batched_matmuls or (),
             "optimizer_issues": self.optimizer_issues or (),
             "collectives": self.collectives,
         }

@@ -14,8 +14,8 @@ from typing import Annotated, assert_never
 from tpplan.core.errors import ProfileError
 from tpplan.core.mesh import GroupShape
 from tpplan.core.strict_json import Above, Amount, AtLeast, Count, Size
-from tpplan.machine.interpolate import multilinear
-from tpplan.machine.table_checks import along, check_curve, check_dtype, check_grid
+from tpplan.machine.interpolate import blend, bracket, multilinear
+from tpplan.machine.table_checks import along, check_ascending, check_curve, check_dtype, check_grid, check_length
 
 Positive = Annotated[float, Above(0)]
 
@@ -264,6 +264,47 @@ class MisalignedMatmuls(Part):
         if self.bytes not in MISALIGNED_BYTES:
             expected = ", ".join(map(str, MISALIGNED_BYTES))
             raise ProfileError(f"bytes: expected one of {expected}, got {self.bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedMatmuls(Part):
+    """Rates of batches of products (m, k) @ (k, n) of which one size is small, as those of attention that is not fused.
+
+    inner_flop_per_s are rates where k is each of `sizes` and m and n are as large as the last, outer_flop_per_s where m
+    or n is. Both end with the rate where no size is small. The time of a product never decreases with its size.
+    """
+
+    dtype: str
+    sizes: tuple[Count, ...]
+    inner_flop_per_s: tuple[Positive, ...]
+    outer_flop_per_s: tuple[Positive, ...]
+    relative_error: Amount
+
+    def seconds(self, *, m: int, n: int, k: int, batch: int) -> float:
+        """The longer of both: all FLOP at the inner rate of k, and at the outer rate of min(m, n).
+
+        The time of a FLOP is interpolated; above the last size it is that of the last. Below the first, a product takes
+        as much less than one of the first size as it moves fewer bytes.
+        """
+        short, long = sorted((m, n))
+        inner = self._of_size(self.inner_flop_per_s, k, m * n, m + n)
+        return 2.0 * batch * max(inner, self._of_size(self.outer_flop_per_s, short, long * k, long + k))
+
+    def _of_size(self, rates: tuple[float, ...], size: int, area: int, sides: int) -> float:
+        """Seconds of a pair of FLOP in one product, of `size` and two others with this product and this sum."""
+        first, last = self.sizes[0], self.sizes[-1]
+        if size < first:
+            return first * area / rates[0] * (size * sides + area) / (first * sides + area)
+        times = [own / rate for own, rate in zip(self.sizes, rates, strict=True)]
+        return area * (size / rates[-1] if size > last else blend(times, bracket(self.sizes, size)))
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        check_ascending("sizes", self.sizes, strictly=True)
+        for name, rates in (("inner", self.inner_flop_per_s), ("outer", self.outer_flop_per_s)):
+            check_length(f"{name}_flop_per_s", rates, len(self.sizes))
+            times = [size / rate for size, rate in zip(self.sizes, rates, strict=True)]
+            check_ascending(f"sizes / {name}_flop_per_s", times, strictly=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

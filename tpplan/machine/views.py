@@ -72,6 +72,10 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
         rates = ", ".join(f"{own.bytes} bytes {_rate(own.flop_per_s)}FLOP/s" for own in entries)
         aligned = f"{_rate(entries[0].aligned_flop_per_s)}FLOP/s"
         lines.append(("alignment", f"{dtype} matmuls on rows at multiples of {rates}; aligned, {aligned}"))
+    for batched in profile.batched_matmuls or ():
+        small, large = f"{_rate(batched.inner_flop_per_s[0])}FLOP/s", f"{_rate(batched.inner_flop_per_s[-1])}FLOP/s"
+        sizes = f"a summed size of {batched.sizes[0]}; {batched.sizes[-1]}, {large}"
+        lines.append(("batches", f"{batched.dtype} matmuls in batches, {small} with {sizes}"))
     for step in profile.optimizer_issues or ():
         lines.append(
             (

@@ -18,6 +18,9 @@ WORDS = {
     "sequence_parallel": ("yes", "no", "stated"),
     "split": ("even", "last takes the rest", "even with ends"),
 }
+#: what accuracy_parts.parallel_kernels has beside a fused layer
+FURTHER = ("attention dropout", "hidden dropout", "alibi", "fused rotation", "rotation", "query and key norms",
+           "clamped gates", "expert biases")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class Code:
     vocab_multiple: int
     recompute: str
     zero: str
+    #: kernels beside those of a fused layer
+    further: tuple[str, ...] = ()
 
 
 def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
@@ -53,6 +58,10 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
             for column, known in WORDS.items():
                 if row.get(column) not in known:
                     raise ValueError(f"{path}: row {number}: {column} {row.get(column)!r}: expected {', '.join(known)}")
+            further = tuple(filter(None, (row.get("further") or "").split("; ")))
+            for word in further:
+                if word not in FURTHER:
+                    raise ValueError(f"{path}: row {number}: further {word!r}: expected {', '.join(FURTHER)}")
             if not row.get("source"):
                 raise ValueError(f"{path}: row {number}: no source, where this was read")
             code = Code(
@@ -68,6 +77,7 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
                 vocab_multiple=int(row["vocab_multiple"]),
                 recompute=row["recompute"],
                 zero=row["zero"],
+                further=further,
             )
             found.append((row["source_id"], row["models"], row["global_batches"], code))
     return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -102,20 +103,58 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * wide)
 
 
-def _experts(shape: Shape) -> nn.Module:
-    """A router and gated experts, by transformers' code, whose products run in groups."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+class Router(nn.Module):
+    """The experts of each row, and their weights, which add up to 1."""
 
-    config = Qwen3MoeConfig(
-        hidden_size=shape.hidden,
-        moe_intermediate_size=shape.moe_ffn,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-        experts_implementation="grouped_mm",
-    )
-    return Qwen3MoeSparseMoeBlock(config)
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.top_k, self.weight = shape.top_k, nn.Parameter(torch.empty(shape.experts, shape.hidden))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [N, D] -> experts [N, top_k], weights [N, top_k]."""
+        likely, chosen = F.linear(rows, self.weight).softmax(-1, dtype=torch.float).topk(self.top_k, dim=-1)
+        return chosen, (likely / likely.sum(-1, keepdim=True)).to(rows.dtype)
+
+
+class Experts(nn.Module):
+    """Gated experts, whose products run in groups of rows.
+
+    A row's weight is multiplied beside its activation, before the second product, as Megatron-Core's kernels of the
+    activation do (fusions/fused_bias_swiglu.py, weighted_bias_swiglu_impl)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_experts = shape.experts
+        self.gate_up_proj = nn.Parameter(torch.empty(shape.experts, 2 * shape.moe_ffn, shape.hidden))
+        self.down_proj = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.moe_ffn))
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """rows [N, D], experts [N, top_k], weights [N, top_k] -> [N, D]."""
+        top_k = chosen.shape[-1]
+        experts, order = chosen.flatten().sort()
+        bins = experts.float() if experts.device.type == "cpu" else experts.int()
+        ends = bins.histc(self.num_experts, min=0, max=self.num_experts - 1).cumsum(0, dtype=torch.int32)
+        gate, up = self._product(rows[order // top_k], self.gate_up_proj, ends).chunk(2, dim=-1)
+        narrow = F.silu(gate) * up * weights.flatten()[order].unsqueeze(-1)
+        found = self._product(narrow, self.down_proj, ends)
+        return found[order.argsort()].unflatten(0, (-1, top_k)).sum(1)
+
+    @staticmethod
+    def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+
+
+class SparseFeedForward(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(shape), Experts(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        rows = x.flatten(0, 1)
+        return self.experts(rows, *self.gate(rows)).view_as(x)
 
 
 class Layer(nn.Module):
@@ -130,7 +169,7 @@ class Layer(nn.Module):
             self.attention_norm, self.attention = norm(shape.hidden), Attention(shape, window=window)
         if self.has_rest:
             self.ffn_norm = norm(shape.hidden)
-            self.feed_forward = _experts(shape) if kind is Kind.EXPERTS else FeedForward(shape)
+            self.feed_forward = SparseFeedForward(shape) if kind is Kind.EXPERTS else FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""

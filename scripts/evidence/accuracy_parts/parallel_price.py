@@ -15,6 +15,8 @@ divide them, where each has a tensor-parallel slice of the tokens. From these:
   dimension of a weight to the ranks: 16 experts on 32 ranks to twice their bytes. None of these runs is FSDP2's.)
 - Where a source's nodes have less bandwidth between them than the profile's, what crosses nodes takes longer by as
   much.
+- What a run's code launches beside kernels that a compiler would fuse is added to its layers
+  (accuracy_parts.parallel_kernels).
 - An exchange that sends a row once to each rank (inside a node) or node (across) moves the expected number of different
   ones among top_k even draws: n (1 - (1 - 1 / n)^k), where an all-to-all moves k.
 """
@@ -30,6 +32,7 @@ from torch import Tensor
 
 import tpplan
 from accuracy_parts.models import example_inputs
+from accuracy_parts.parallel_kernels import further_seconds
 from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
 from accuracy_parts.parallel_read import ParallelRun, layers_of_stages
 from accuracy_parts.schedule import schedule_time
@@ -252,8 +255,15 @@ def pieces(run: ParallelRun) -> Pieces:
         layer = layer.plus(_sent_once(rest, run))
         router, whole = layer_parameters(shape, Kind.EXPERTS)
         cut, experts = cut + router, whole / run.ep
+    layer = layer.plus(_further(run))
     table = shape.vocab * shape.hidden / run.tp
     return Pieces(layer=layer, embedding=embedding, head=head, cut=cut, experts=experts, table=table)
+
+
+def _further(run: ParallelRun) -> Block:
+    """What the run's code launches in a layer beside the kernels of the small models."""
+    forward, backward, again = further_seconds(run, load_profile(run.machine))
+    return Block(forward_s=forward, time_s={COMPUTE: forward + backward, RECOMPUTATION: again})
 
 
 def _sent_once(block: Block, run: ParallelRun) -> Block:

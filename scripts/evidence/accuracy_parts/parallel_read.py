@@ -165,7 +165,7 @@ def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) ->
         code=code,
         measured_s=_number(row, "step_time_s"),
         plan_group=row["plan_group"],
-        caveats=(*_caveats(row), *neglected),
+        caveats=(*_caveats(row, code), *neglected),
     )
     _check(run, row)
     return run
@@ -262,13 +262,13 @@ def _dispatcher(row: Mapping[str, str]) -> bool:
     return _known(stated.group(1).lower() if stated else "", DISPATCHERS, "dispatcher")
 
 
-def _caveats(row: Mapping[str, str]) -> list[str]:
+def _caveats(row: Mapping[str, str], code: Code) -> list[str]:
     found = []
     if re.search(r"CUDA_LAUNCH_BLOCKING=1", row["flags"]):
         found.append("kernels were launched one at a time (CUDA_LAUNCH_BLOCKING=1); priced as if not")
     if re.search(r"cuda[_ ]?graphs?=", row["flags"], re.IGNORECASE):
         found.append("parts of a layer ran as CUDA graphs; priced as if not")
-    if "alibi not stated" in row["family"].lower():
+    if "alibi not stated" in row["family"].lower() and "alibi" not in code.further:
         found.append("ALiBi is not stated; priced without")
     return found
 

@@ -12,6 +12,7 @@ import pandas as pd
 from published import attention, collectives, matmuls
 from published.collectives import ScalingError
 from published.machines import (
+    BATCHED,
     COUNTING,
     MACHINES,
     MISALIGNED,
@@ -98,6 +99,7 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
     roofline = Roofline(flop_per_s=rate.flop_per_s, bytes_per_s=bandwidth.hbm_bytes_per_s)
     matmul_tables, matmul_checks = matmuls_of(data, machine, like, rate, roofline, launch)
     misaligned = matmuls.misaligned(data, MISALIGNED, machine, rate)
+    batched = matmuls.batched(BATCHED, machine, rate)
     rates = attention_of(data, machine, like, rate)
     memory = Memory(
         memory_bytes=machine.memory_bytes,
@@ -107,7 +109,7 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
     )
     cited = {
         id_
-        for part in (memory, bandwidth, launch, *matmul_tables, *misaligned, *rates, *tables)
+        for part in (memory, bandwidth, launch, *matmul_tables, *misaligned, *batched, *rates, *tables)
         for id_ in part.sources
     }
     profile = HardwareProfile(
@@ -126,6 +128,7 @@ def build(data: Data, machine: Machine, like: Built | None, reference: pd.DataFr
         group_extrapolation=UNKNOWN_EXTRAPOLATION,
         collectives=tuple(tables),
         misaligned_matmuls=tuple(misaligned),
+        batched_matmuls=tuple(batched) or None,
     )
     profile = dataclasses.replace(profile, group_extrapolation=group_extrapolation(profile))
     return Built(

@@ -20,6 +20,7 @@ from published.machines import (
     Machine,
     MeasuredMatmuls,
     PowerLimited,
+    PublishedBatched,
     PublishedMisaligned,
     SpareRatios,
     SpareRows,
@@ -28,7 +29,7 @@ from published.read import Array, Data, matmul_grid, matmul_rows
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.machine.fit_tables import TIME_DIGITS, beyond_error, digits, interpolation_error, isotonic_grid, rms
 from tpplan.machine.profile import HardwareProfile
-from tpplan.machine.tables import MatmulTable, MisalignedMatmuls
+from tpplan.machine.tables import BatchedMatmuls, MatmulTable, MisalignedMatmuls
 
 #: of what follows from a table of another dtype or machine and was compared with nothing
 UNCHECKED_RELATIVE_ERROR = 0.1
@@ -216,6 +217,35 @@ def misaligned(data: Data, figures: PublishedMisaligned, machine: Machine, rate:
         )
         for dtype in ("bfloat16", "float16")
         for num_bytes, tflops in figures.tflops.items()
+    ]
+
+
+def batched(figures: PublishedBatched, machine: Machine, rate: Rate) -> list[BatchedMatmuls]:
+    """Half-precision rates of batches on the hardware that was measured, none elsewhere: the published shares of the
+    rate of large ones, times this machine's, so that large products take as long as in its table."""
+    if machine.compute != BestRate(hardware=figures.hardware):
+        return []
+    best = rate.flop_per_s / figures.outer_tflops[-1]
+
+    def rates(tflops: tuple[float, ...]) -> tuple[float, ...]:
+        times = isotonic_grid(np.array([size / own for size, own in zip(figures.sizes, tflops, strict=True)]))
+        return tuple(digits(best * size / time, 3) for size, time in zip(figures.sizes, times, strict=True))
+
+    how = (
+        f"shares of the rate of large products, {figures.outer_tflops[-1]:g} TFLOP/s, times"
+        f" {rate.flop_per_s / TERA:g}; which memory that A100 has is not stated"
+    )
+    return [
+        BatchedMatmuls(
+            dtype=dtype,
+            sizes=figures.sizes,
+            inner_flop_per_s=rates(figures.inner_tflops),
+            outer_flop_per_s=rates(figures.outer_tflops),
+            relative_error=figures.relative_error,
+            sources=(figures.source, ML_ENGINEERING),
+            inferred=how if dtype == "float16" else f"{how}; float16 was measured",
+        )
+        for dtype in ("bfloat16", "float16")
     ]
 
 
