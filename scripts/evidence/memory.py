@@ -2,10 +2,10 @@
 
     python scripts/evidence/memory.py [MODEL ...] [--plans NAME ...] [--out FILE.csv]
 
-Every model is planned six ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
-(ZeRO-2) and that does not (ZeRO-3), recomputation, and two dimensions at once over two micro-batches; models with
-experts also three ways that divide these among ranks. Plans are solved
-for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
+Every model is planned eight ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
+(ZeRO-2) and that does not (ZeRO-3), recomputation in full and, of layers on 4 tensor-parallel ranks, selectively, two
+dimensions at once over two micro-batches, and whole gradients; models with experts also three ways that divide these
+among ranks. Plans are solved for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
 (tpplan/verify/fake_step.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
 """
 
@@ -65,6 +65,7 @@ WAYS: Mapping[str, Way] = {
     "zero2": Way(gpus=4, options={**FSDP, "reshard_after_forward": False}),
     "zero3": Way(gpus=4, options=FSDP),
     "recompute": Way(gpus=4, options={**FSDP, "recompute": "full", "optimizer": "sgd"}),
+    "selective": Way(gpus=4, options={"tp": 4, "precision": "bf16", "recompute": "selective", "optimizer": "sgd"}),
     "2d": Way(gpus=8, micro_batches=2, options={"tp": 2, "fsdp": 2, "precision": "bf16-mixed"}),
     "whole": Way(gpus=4, micro_batches=3, options={**FSDP, "whole_gradients": True}),
 }

@@ -159,8 +159,8 @@ class _Replay:
                 self.shards.before_forward(position)
             is_held = run is not None and self.lifetimes.is_held(position)
             for storage in self.lifetimes.made[position]:
-                # A product that its mode lets go of exists in the replay too, without its values.
-                if not is_held or self.lifetimes.is_let_go(storage):
+                # A product that its mode lets go of is there again, without its values, unless the replay ends with it.
+                if not is_held or (position < positions[-1] and self.lifetimes.is_let_go(storage)):
                     self._make(storage, run)
                     dying.setdefault(min(storage.last_reader, positions[-1]), []).append(storage)
             if not is_held:
