@@ -2,11 +2,12 @@
 
     python scripts/evidence/memory.py [MODEL ...] [--plans NAME ...] [--out FILE.csv]
 
-Every model is planned eight ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
-(ZeRO-2) and that does not (ZeRO-3), recomputation in full and, of layers on 4 tensor-parallel ranks, selectively, two
+Every model is planned eight ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers
+gathered (ZeRO-2) and that does not (ZeRO-3), recomputation in full and, on 4 tensor-parallel ranks, selectively, two
 dimensions at once over two micro-batches, and whole gradients; models with experts also three ways that divide these
-among ranks. Plans are solved for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
-(tpplan/verify/fake_step.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
+among ranks. Plans are solved for a made-up machine on which sharding pays. One rank's step runs on fake tensors under
+FSDPMemTracker (tpplan/verify/fake_step.py), the optimizer's included. Predictions are without slack. Exit code 0 if
+the bars are kept.
 """
 
 import argparse

@@ -148,6 +148,8 @@ def test_sizes_are_replaced_in_compiled_code(attention: Callable[[], nn.Module],
     def build() -> nn.Module:
         return stack(attention)
 
+    if attention is Processed and torch.__version__.startswith("2.11."):
+        pytest.skip("this compiler reads a property's own entry of a module's __dict__ by the property, without end")
     plan = solved(build, text)
     assert plan.sizes
     check(build, text, plan, is_dynamic=is_dynamic)

@@ -178,7 +178,8 @@ def hides_sizes(function: object) -> bool:
         return False
     is_public: bool = vars(F).get(function.__name__) is function
     names = frozenset(function.__code__.co_names)
-    return _INSIDE in vars(function) or (is_public and not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING))
+    is_made = hasattr(function, _INSIDE)  # torch 2.11 compiles no vars(function)
+    return is_made or (is_public and not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING))
 
 
 def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +188,7 @@ def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
     Modes around `mode` see one call under the function's own name, and may call seen_by on it in turn. To be called
     while the mode is off.
     """
-    inside = vars(function).get(_INSIDE) or _body(function)
+    inside = getattr(function, _INSIDE, None) or _body(function)
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -199,7 +200,7 @@ def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
             return handle_torch_function(call, (), *args, **kwargs)
         return seen(*args, **kwargs)
 
-    vars(call)[_INSIDE] = seen
+    setattr(call, _INSIDE, seen)
     return call
 
 
