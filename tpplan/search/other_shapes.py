@@ -229,10 +229,10 @@ class _Search:
             return _Attempt(batch=batch, length=length, problem="the inputs have no other shapes")
         graph: ModelGraph | None = None
         try:
-            inputs = self.traces.subject.inputs(batch, length)
+            there = self.traces.elsewhere(self.traced.model, batch, length)
+            graph = there.graph
             with self.traces.subject.planning():
-                graph, opaques = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
-                problem = self.difference(graph, inputs, opaques, (batch, length))
+                problem = self.difference(graph, there.inputs, there.opaques, (batch, length))
         except TpplanError as error:
             problem = first_line(error)
         logger.info("at batch %d, length %d: %s", batch, length, problem or "proven")
@@ -289,8 +289,7 @@ class _Search:
         problems = []
         for farther in self.far_from(other):
             try:
-                inputs = self.traces.subject.inputs(*farther)
-                far, _ = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
+                far = self.traces.elsewhere(self.traced.model, *farther).graph
             except TpplanError as error:
                 problems.append(first_line(error))
                 continue

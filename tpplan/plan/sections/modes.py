@@ -47,7 +47,7 @@ class Recompute(StrEnum):
     @property
     def keeps(self) -> frozenset[WorkKind]:
         """The kinds of work whose results are kept from forward to backward, beside the module's inputs; the rest runs
-        again."""
+        again. A product that only sums over ranks read is not kept beside their results."""
         return _MODES[self][0]
 
     @property

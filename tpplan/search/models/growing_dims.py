@@ -16,8 +16,8 @@ from tpplan.torch_internals import pytree
 class GrowingDims(Container[tuple[str, int]]):
     """The pairs (value, dim) of a trace that grow with batch or length, as far as the model runs the same ops there.
 
-    The model is traced at a larger batch and at half the length when a pair is first looked for; what is found is kept
-    in the cache's Reuse.
+    When a pair is first looked for, the model is traced at half the length, and at a larger batch unless it was seen to
+    run the same ops at another one; what is found is kept in the cache's Reuse.
     """
 
     traces: TraceCache
@@ -35,23 +35,22 @@ class GrowingDims(Container[tuple[str, int]]):
 
     def _differing(self) -> Iterator[tuple[str, int]]:
         batch, length = self.traced.micro_batch, self.traces.subject.seq_len
-        at_batch, at_half = self._graph(batch + 1, length), self._graph(batch, max(length // 2, 1))
+        at_batch = self.traces.alike(self.traced) or self._graph(batch + 1, length)
+        at_half = self._graph(batch, max(length // 2, 1))
         for other in (at_batch, at_half or self._graph(batch, max(length - 1, 1))):
             yield from _differing(self.traced.graph, other) if other is not None else ()
 
     def _graph(self, batch: int, length: int) -> ModelGraph | None:
         """The graph at a batch and a length; None where the model takes no such inputs, or they are those of the
         trace."""
-        subject = self.traces.subject
         try:
-            inputs = subject.inputs(batch, length)
+            inputs = self.traces.subject.inputs(batch, length)
         except Exception:  # the user's code
             return None
         if _shapes(inputs) == _shapes(self.traced.inputs):
             return None
         try:
-            with subject.planning():
-                return self.traces.trace_of(self.traced.model, inputs, notes_calls=False)[0]
+            return self.traces.elsewhere(self.traced.model, batch, length).graph
         except TpplanError:
             return None
 

@@ -93,6 +93,16 @@ class Traced:
         return assignment_of(self.graph, plan, layers=self.units, num_averages=num_averages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """A model's graph at a batch and length that are not planned, the inputs that it was traced on, and the modules
+    that are one op in it."""
+
+    inputs: Inputs
+    graph: ModelGraph
+    opaques: Opaques
+
+
 @dataclass(slots=True)
 class Reuse:
     """Results by everything that they depend on; every call that is given a Reuse adds to it."""
@@ -111,6 +121,8 @@ class Reuse:
     paces: dict[Hashable, float] = field(default_factory=dict)
     #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
+    #: by key of a trace, and a length
+    elsewhere: dict[Hashable, Elsewhere] = field(default_factory=dict)
     #: dims of values that grow with batch or length (tpplan.search.models.growing_dims), by key of a trace
     growing: dict[Hashable, frozenset[tuple[str, int]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)
@@ -189,8 +201,9 @@ class TraceCache:
         key = self.key(micro_batch)
         if key not in self.reuse.traces:
             smaller = self._smaller(micro_batch)
+            like = smaller[max(smaller)].graph if smaller else None
             with self.subject.planning():
-                found = self.reuse.traces[key] = self._trace(micro_batch)
+                found = self.reuse.traces[key] = self._trace(micro_batch, like=like)
             any(share_outline(smaller[size].graph, found.graph) for size in sorted(smaller))
             self._observe(found)
         return self.reuse.traces[key]
@@ -199,6 +212,24 @@ class TraceCache:
         """The traces of this model at smaller micro-batches, by these."""
         smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
         return {own.micro_batch: own for own in smaller if self.reuse.traces.get(self.key(own.micro_batch)) is own}
+
+    def elsewhere(self, model: nn.Module, batch: int, length: int) -> Elsewhere:
+        """The built model traced at another batch and length, once for each; its calls are not in the graph."""
+        key = self.key(batch), length
+        if key not in self.reuse.elsewhere:
+            inputs = self.subject.inputs(batch, length)
+            with self.subject.planning():
+                graph, opaques = self.trace_of(model, inputs, notes_calls=False)
+            self.reuse.elsewhere[key] = Elsewhere(inputs=inputs, graph=graph, opaques=opaques)
+        return self.reuse.elsewhere[key]
+
+    def alike(self, traced: Traced) -> ModelGraph | None:
+        """A graph of the same ops at another micro-batch, as it was traced before; None without one."""
+        for own in self.reuse.traces.values():
+            is_other = own.micro_batch != traced.micro_batch and self.reuse.traces.get(self.key(own.micro_batch)) is own
+            if is_other and share_outline(own.graph, traced.graph):
+                return own.graph
+        return None
 
     def first(self, micro_batches: Sequence[int]) -> list[Traced]:
         """The traces at the first two of some micro-batches; none unless both exist."""
