@@ -256,8 +256,8 @@ def _recompute_lines(plan: Plan) -> Iterator[str]:
     for mode in sorted(filter(lambda mode: mode.is_selective, words)):
         name = mode.name.lower()
         if plan.mesh.tp > 1:
-            yield "# kept are products beside their sums over ranks too, of which tpplan.apply_plan keeps the sums alone:"
-            yield "# this holds more activations than was predicted"
+            yield "# products are kept beside their sums over ranks, of which tpplan.apply_plan keeps the sums alone:"
+            yield "# more activations than predicted"
         yield from f"{name}_kept = {_set_text(KEPT_OPS[mode])}".splitlines()
         yield f"{name} = partial(create_selective_checkpoint_contexts, partial(keep_results, {name}_kept))"
         words[mode] = f'{{"context_fn": {name}}}'
