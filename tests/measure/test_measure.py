@@ -309,8 +309,8 @@ def test_issuing_a_step_on_dtensors_takes_longer_than_on_tensors(profile: Hardwa
     assert not dist.is_initialized()
     assert all([issue.optimizer for issue in issues] == [*OPTIMIZERS] for issues in found)
     assert all(issue.plain_s > 0 for issues in found for issue in issues)
-    # Several ops for each parameter, each through Python: 6 times as long on an idle machine, twice on a busy one, and in
-    # a burst of others' work perhaps not once.
+    # Several ops for each parameter, each through Python: 6 times as long on an idle machine, twice on a busy one, and
+    # in a burst of others' work perhaps not once.
     assert any(one_by_one.sharded_s > one_by_one.plain_s for one_by_one, *_ in found)
 
 

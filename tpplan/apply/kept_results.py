@@ -142,7 +142,7 @@ class _Policy:
         found = {id(own): (own, tensor) for own, tensor in self._products_in(operands)}
         if not found or _is_view(op):
             return ()
-        if not (is_summing() and _SUMS <= self.kept):
+        if not (is_summing() and self.kept >= _SUMS):
             for own, tensor in found.values():
                 _keep(own, tensor, op, operands)
             return ()

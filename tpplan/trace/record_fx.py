@@ -33,7 +33,7 @@ from tpplan.torch_internals.recording import (
     results_kept_by,
 )
 from tpplan.torch_internals.tensors import local_part, plain_calls
-from tpplan.trace.answers.concrete_values import ConcreteValues, Question
+from tpplan.trace.answers.concrete_values import Compared, ConcreteValues, Question
 from tpplan.trace.answers.cond import higher_order_ops_traced
 from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
 from tpplan.trace.answers.one_dtype import check_one_dtype
@@ -81,6 +81,8 @@ class Program:
     guessed: Mapping[str, str]
     #: whether data decides some size
     varies: bool
+    #: what another run needs to share such sizes evenly (tpplan.trace.answers.concrete_values); empty where none would
+    compared: Compared
 
 
 class StoppedError(Exception):
@@ -100,24 +102,25 @@ def record(
     extra: int = 0,
     left: Mapping[str, Tensor] | None = None,
     calling: CallNotes | None = None,
+    compared: Compared | None = None,
 ) -> Program:
     """Records module(*leaves) on meta tensors; a DTensor parameter is given as its local tensor.
 
     paths: names of the leaves. scope(): name of the module that is running. otherwise: numbers of the yes-or-no
     questions about the leaves' values that are answered the other way. extra: elements added wherever data decides how
-    many there are; where the data is not known, there are as many as there can be. left: filled by the module while it
-    runs, with tensors that become outputs. calling: notes the calls of modules. Draws from NumPy and Python are the
-    same in every run.
+    many there are; where the data is not known, there are as many as there can be, or an even share. left: filled by
+    the module while it runs, with tensors that become outputs. calling: notes the calls of modules. compared: of an
+    earlier program, where it has any. Draws from NumPy and Python are the same in every run.
 
     Raises StoppedError where the forward raises, or asks what only real data can answer.
     """
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given = _given(module, paths, placed)
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
-    known = ConcreteValues(inputs, otherwise, extra)
+    known = ConcreteValues(inputs, otherwise, extra, compared)
     counts = Counts(known, extra)
     if calling is not None:
-        calling.asked = lambda: len(known.questions) + len(known.guessed) + len(counts.guessed)
+        calling.asked = lambda: sum(map(len, (known.questions, known.guessed, counts.guessed, counts.shared)))
     specs: list[pytree.TreeSpec] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -165,8 +168,13 @@ def _program(
         out_spec=out_spec,
         left=left,
         questions=tuple(known.questions),
-        guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
+        guessed={
+            **{line: f"{count} elements, all there can be" for line, count in counts.guessed.items()},
+            **{line: f"{count} elements, an even share of all" for line, count in counts.shared.items()},
+            **known.guessed,
+        },
         varies=counts.varies or bool(known.guessed),
+        compared={place: values for place, values in known.compared.items() if len(values) > 1},
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
+from tpplan.trace.answers.concrete_values import Compared
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.answers.varying_dims import varying_as, with_varying
@@ -145,6 +146,9 @@ def trace(
     )
     copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
     graph, program = _run_deduplicated(request, copies, extra=0)
+    if program.compared:
+        request = replace(request, compared=program.compared)
+        graph, program = _run_deduplicated(request, copies, extra=0)
     if not program.varies:
         return graph
     if like is not None and not program.guessed and (known := varying_as(graph, like)) is not None:
@@ -170,6 +174,7 @@ class _TraceArguments:
     opaques: Opaques
     notes_calls: bool
     is_compared: bool
+    compared: Compared = field(default_factory=dict)
 
 
 def _run_deduplicated(
@@ -272,7 +277,7 @@ def _run(
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
             step = _Step(model, request.loss, spec)
-            program = record(step, leaves, paths, scope, request.otherwise, extra, step.left, calling)
+            program = record(step, leaves, paths, scope, request.otherwise, extra, step.left, calling, request.compared)
         except StoppedError as stopped:
             check_modules(model, modules, parameters)
             error = explained(stopped, model, request.inputs, running, has_loss=request.loss is not None)

@@ -8,8 +8,9 @@ depends on the inputs is one of several: the question is noted, and can be answe
 
 import hashlib
 import linecache
+import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,8 +56,14 @@ _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "m
 _ASKED = "the code asks a tensor for its values"
 #: types of arguments that nobody changes, or that are remembered as they are
 _KEPT = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
+#: functions that compare integers with others
+_COMPARING = frozenset({"eq", "__eq__"})
 #: dtypes whose numbers may be sizes
 _COUNTS = frozenset({torch.int64, torch.int32})
+
+
+#: single values that integers are compared with, by line of code and the number of the integers among those there
+Compared = Mapping[tuple[str, int], frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,9 @@ class ConcreteValues(TorchFunctionMode):
 
     inputs: (meta tensor, its value). otherwise: numbers of the yes-or-no questions to answer the other way.
     extra: 0, or 1 to split into parts of other sizes where the sizes of parts are not known; such parts are about
-    equal, and in `guessed` by line of code. `constant` is a digest of the values that the code gave the running call.
+    equal, and in `guessed` by line of code. compared: what an earlier run's `compared` has, the single values that
+    integers are compared with, one after the other. `constant` is a digest of the values that the code gave the running
+    call.
     """
 
     #: questions answered so far in this process
@@ -89,6 +98,7 @@ class ConcreteValues(TorchFunctionMode):
         inputs: Iterable[tuple[Tensor, Tensor]] = (),
         otherwise: frozenset[int] = frozenset(),
         extra: int = 0,
+        compared: Compared | None = None,
     ) -> None:
         super().__init__()
         planned = planned_device()
@@ -97,6 +107,10 @@ class ConcreteValues(TorchFunctionMode):
         self._missed = ""
         self.guessed: dict[str, str] = {}
         self._extra = extra
+        self._before = compared or {}
+        self.compared: dict[tuple[str, int], frozenset[int]] = {}
+        #: by line of code the ids of the integers that it compared with single values, in order
+        self._integers: dict[str, list[int]] = {}
         self.questions: list[Question] = []
         #: (line of code, answer) of every question
         self.answers: list[tuple[str, object]] = []
@@ -206,6 +220,63 @@ class ConcreteValues(TorchFunctionMode):
             self.questions.append(Question(asking_line(), f"{size} elements", False))
         return size, self._reads_inputs
 
+    def count_evenly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int | None:
+        """The size of `dim` of a call's first result where it follows from integers that are not known, and that code
+        compares with values that are, as experts chosen for tokens with the numbers of experts: if each value is met as
+        often. At least 1; None where it does not follow from such."""
+        compared = next(self._compared(pytree.tree_leaves((args, kwargs))), None)
+        if compared is None:
+            return None
+        integers, values = compared
+        if len(values) == 1:
+            values = self._one_of(integers, int(values))
+        each = math.ceil(integers.numel() / len(values))
+        even = values[torch.arange(integers.numel()) % len(values)].reshape(integers.shape).to(integers.dtype)
+        try:
+            found = self.on_real(func, args, kwargs, assumed={id(integers): even})
+        except UnknownValueError:
+            return None
+        size: int = pytree.tree_leaves(found)[0].shape[dim]
+        return max(1, each if each - size in (0, 1) else size)  # as many for each value, also where they do not divide
+
+    def _one_of(self, integers: Tensor, value: int) -> Tensor:
+        """The values that integers are compared with at the running line of code, one of which is `value`: those that
+        another run met, as far as it is known."""
+        line = asking_line()
+        numbers = self._integers.setdefault(line, [])
+        if id(integers) not in numbers:
+            numbers.append(id(integers))
+        place = line, numbers.index(id(integers))
+        self.compared[place] = self.compared.get(place, frozenset()) | {value}
+        return torch.tensor(sorted(self._before.get(place, frozenset()) | {value}), device="cpu")
+
+    def _compared(self, leaves: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields pairs (integers that are not known, the values [E] that they are compared with) among what leaves were
+        computed from."""
+        met, waiting = set[int](), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in met or id(tensor) not in self._made:
+                continue
+            met.add(id(tensor))
+            _, _, func, args, kwargs = self._made[id(tensor)]
+            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            waiting += operands
+            for integers in operands if (own := _values_compared(func, args, kwargs)) else ():
+                if integers.dtype in _COUNTS and self._known(integers) is None:
+                    values = self._known(next((one for one in own if one is not integers), None))
+                    if values is not None and values.numel():
+                        distinct: Callable[..., Tensor] = torch.unique
+                        yield integers, distinct(values)
+
+    def _known(self, argument: object) -> Tensor | None:
+        """An argument's values; None where they are not known."""
+        try:
+            found: Tensor = self.on_real(torch.as_tensor, (argument,), {})
+        except (UnknownValueError, TypeError, RuntimeError):
+            return None
+        return found
+
     def item(self, tensor: Tensor) -> object:
         """The one number in a tensor. Raises UnknownValueError where it is not known."""
         answer = self._answer(torch.Tensor.item, (tensor,), {})
@@ -233,10 +304,12 @@ class ConcreteValues(TorchFunctionMode):
         self.questions.append(Question(asking_line(), reprlib.repr(answer), isinstance(answer, bool)))
         return not answer if is_other else answer
 
-    def on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call on the CPU, of tensors computed there. Raises UnknownValueError where one is not
-        known."""
-        self._reads_inputs, self._values = False, {}
+    def on_real(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, assumed: Mapping[int, Tensor] | None = None
+    ) -> Any:
+        """The result of a call on the CPU, of tensors computed there; `assumed` has values of some by their ids. Raises
+        UnknownValueError where one is not known."""
+        self._reads_inputs, self._values = False, dict(assumed or {})
         with unrecorded(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
             state = torch.get_rng_state()
             try:
@@ -285,6 +358,15 @@ class ConcreteValues(TorchFunctionMode):
             isinstance(argument, torch.device) and argument.type == "meta"
         )
         return torch.device("cpu") if is_meta else argument
+
+
+def _values_compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a call compares integers with, itself among it; () for a call that does something else."""
+    name = getattr(func, "__name__", "")
+    if name == "one_hot":
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return (*args[:1], list(range(classes))) if classes > 0 else ()
+    return (*args, *kwargs.values()) if name in _COMPARING else ()
 
 
 def _is_at_rest(argument: Any) -> bool:

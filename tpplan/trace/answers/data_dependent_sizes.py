@@ -1,9 +1,10 @@
 """Sizes that data decides: how many elements a mask picks, how many values are unique.
 
 Meta tensors have no data. Where the values are known (tpplan.trace.answers.concrete_values) elements are counted; where
-they depend on weights or random numbers, a trace goes on with as many elements as there can be, and notes so. A second
-trace with one element more shows which dims depend on the count: their size varies in training, so they cannot be
-sharded.
+they depend on weights or random numbers, a trace goes on with as many elements as there can be, and notes so; of
+elements that are equal to one of several values, as the tokens of one of several experts, with an even share, so that
+the values together get no more than there are. A second trace with one element more shows which dims depend on the
+count: their size varies in training, so they cannot be sharded.
 """
 
 import contextlib
@@ -45,23 +46,28 @@ class Counts:
     """The Counter of a trace: the number of elements where it is known, else the most there can be; plus `extra` where
     data decides.
 
-    `guessed` are lines of code and the counts they got that are not known. `varies`: whether data decides some count.
+    `guessed` are lines of code and the counts they got that are not known, and `shared` those that got an even share.
+    `varies`: whether data decides some count.
     """
 
     known: ConcreteValues
     extra: int = 0
     guessed: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
     varies: bool = False
 
     def __call__(self, op: Any, counting: CountingOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if counting.is_stated:
             self.varies = True
             return counting.most(*args, **kwargs) + self.extra
+        dim = counting.dim(*args, **kwargs)
         try:
-            count, varies = self.known.count(op, args, kwargs, counting.dim(*args, **kwargs))
+            count, varies = self.known.count(op, args, kwargs, dim)
         except UnknownValueError:
-            line, count, varies = asking_line(), counting.most(*args, **kwargs), True
-            self.guessed[line] = max(count, self.guessed.get(line, 0))
+            line, varies, most = asking_line(), True, counting.most(*args, **kwargs)
+            even = self.known.count_evenly(op, args, kwargs, dim)
+            count, noted = (most, self.guessed) if even is None or even >= most else (even, self.shared)
+            noted[line] = max(count, noted.get(line, 0))
         self.varies |= varies
         return count + self.extra * varies
 
