@@ -12,7 +12,8 @@ import pytest
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.solvers.groups import skeleton_of
+from tpplan.solvers import groups
+from tpplan.solvers.groups import Skeleton, skeleton_of
 from tpplan.solvers.presolve import reduce
 from tpplan.solvers.problem import (
     Choice,
@@ -643,11 +644,27 @@ def test_brute_force_refuses_what_it_cannot_enumerate() -> None:
         solvers.solve(problem, solver="brute-force")
 
 
+def test_problems_that_differ_in_names_have_one_skeleton() -> None:
+    def found(first: str, second: str, layouts: str) -> Skeleton:
+        nodes = node(first, 3), node(second, 3)
+        own = skeleton_of(nodes, (edge(first, second, "RST", layouts),))
+        assert own is not None
+        return own
+
+    own, renamed, other = found("a", "b", "RSS"), found("y", "x", "RSS"), found("a", "b", "RRR")
+    assert list(own.places) == ["a", "b"]
+    assert list(renamed.places) == ["y", "x"]
+    for name, new in (("a", "y"), ("b", "x")):
+        assert own.places[name].strategies is renamed.places[new].strategies
+    assert [list(one.places["a"].strategies) for one in (own, other)] == [[0, 1, 1], [0, 0, 0]]
+
+
 def test_merging_groups_takes_time_in_proportion_to_the_nodes() -> None:
     def seconds(number: int) -> float:
         nodes = tuple(node(f"n{i}", 3) for i in range(number))
         # Every second link merges its nodes, for it is one to one; the others merge nothing.
         edges = tuple(edge(f"n{i}", f"n{i + 1}", *(("RST", "RST"), ("RRR", "RRR"))[i % 2]) for i in range(number - 1))
+        groups._skeleton.cache_clear()
         started = time.process_time()
         found = skeleton_of(nodes, edges)
         taken = time.process_time() - started

@@ -11,12 +11,15 @@ The result holds for any prices; problems with the same nodes and edges share it
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from tpplan.solvers.matrix import Floats, Ints, Mask
 from tpplan.solvers.problem import Edge, Node
+
+#: nodes and edges whose skeletons are kept
+MOST_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,29 @@ class Skeleton:
 
 def skeleton_of(nodes: Sequence[Node], edges: Sequence[Edge]) -> Skeleton | None:
     """The skeleton of nodes and edges; None where pruning shows that no choice agrees on all edges."""
-    merger = _Merger(nodes, edges)
+    numbers = {node.name: i for i, node in enumerate(nodes)}
+    found = _skeleton(
+        tuple(len(node.strategies) for node in nodes),
+        tuple((numbers[own.source], numbers[own.target], own.source_layouts, own.target_layouts) for own in edges),
+    )
+    if found is None:
+        return None
+    starts, columns, links, kinds = found
+    places = {nodes[number].name: own for number, own in columns.items()}
+    return Skeleton(starts=starts, places=places, links=links, kinds=kinds)
+
+
+#: an edge: numbers of its two nodes, and the layouts at both
+NumberedEdge = tuple[int, int, tuple[str, ...], tuple[str, ...]]
+
+
+@lru_cache(maxsize=MOST_KNOWN)
+def _skeleton(
+    sizes: tuple[int, ...], edges: tuple[NumberedEdge, ...]
+) -> tuple[Ints, Mapping[int, NodeColumns], tuple[Link, ...], Ints] | None:
+    """What `Skeleton` holds, with nodes by number, of nodes with so many strategies: once for problems that differ in
+    names, as like stages of a pipeline do."""
+    merger = _Merger(sizes, edges)
     if not all(merger.sizes.values()) or not merger.prune(merger.links):
         return None
     while (pair := merger.best_pair()) is not None:
@@ -155,13 +180,10 @@ Labels = tuple[Ints, Ints]
 class _Merger:
     """Groups and links, merged greedily as long as the number of columns does not grow."""
 
-    def __init__(self, nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
-        numbers = {node.name: i for i, node in enumerate(nodes)}
+    def __init__(self, sizes: Sequence[int], edges: Iterable[NumberedEdge]) -> None:
         #: group -> node -> the node's strategy in each column
-        self.picks: dict[int, dict[str, Ints]] = {
-            i: {node.name: np.arange(len(node.strategies))} for i, node in enumerate(nodes)
-        }
-        self.sizes = {i: len(node.strategies) for i, node in enumerate(nodes)}
+        self.picks: dict[int, dict[int, Ints]] = {i: {i: np.arange(size)} for i, size in enumerate(sizes)}
+        self.sizes = dict(enumerate(sizes))
         self.links: dict[Pair, Labels] = {}
         #: the links of each group, each with its place in the order in which links were added
         self.links_of: dict[int, dict[Pair, int]] = {i: {} for i in self.sizes}
@@ -173,9 +195,8 @@ class _Merger:
         #: links whose gain is to be counted
         self._unknown: set[Pair] = set()
         own: dict[int, Mask] = {}
-        for edge in edges:
-            source, target = numbers[edge.source], numbers[edge.target]
-            labels = _numbered(edge.source_layouts, edge.target_layouts)
+        for source, target, source_layouts, target_layouts in edges:
+            labels = _numbered(source_layouts, target_layouts)
             if source == target:
                 own[source] = own.get(source, np.ones(self.sizes[source], bool)) & (labels[0] == labels[1])
             elif source < target:
@@ -214,7 +235,7 @@ class _Merger:
     def _keep(self, group: int, kept: Mask) -> None:
         """Drops a group's columns where `kept` is false."""
         self.sizes[group] = int(np.count_nonzero(kept))
-        self.picks[group] = {name: picks[kept] for name, picks in self.picks[group].items()}
+        self.picks[group] = {node: picks[kept] for node, picks in self.picks[group].items()}
         for pair in self.links_of[group]:
             first, second = self.links[pair]
             self._set(pair, (first[kept], second) if pair[0] == group else (first, second[kept]))
@@ -257,8 +278,8 @@ class _Merger:
         """Merges the right group into the left one; False where no column agrees."""
         first, second = self._unlink((left, right))
         ours, theirs = np.nonzero(first[:, None] == second[None, :])
-        picks = {name: chosen[ours] for name, chosen in self.picks[left].items()}
-        picks |= {name: chosen[theirs] for name, chosen in self.picks.pop(right).items()}
+        picks = {node: chosen[ours] for node, chosen in self.picks[left].items()}
+        picks |= {node: chosen[theirs] for node, chosen in self.picks.pop(right).items()}
         self.picks[left], self.sizes[left] = picks, len(ours)
         del self.sizes[right]
         if not len(ours):
@@ -272,14 +293,14 @@ class _Merger:
                 self._link(*(((left, other), moved) if left < other else ((other, left), moved[::-1])))
         return self.prune(self.links_of[left])
 
-    def skeleton(self) -> Skeleton:
-        """The remaining groups and links, numbered anew."""
+    def skeleton(self) -> tuple[Ints, Mapping[int, NodeColumns], tuple[Link, ...], Ints]:
+        """The remaining groups and links, numbered anew: what a Skeleton holds, with nodes by number."""
         numbers = {group: i for i, group in enumerate(self.picks)}
         starts = np.concatenate(([0], np.cumsum([self.sizes[group] for group in self.picks]))).astype(np.int64)
         places = {
-            name: NodeColumns(start=int(starts[i]), stop=int(starts[i + 1]), strategies=strategies)
+            node: NodeColumns(start=int(starts[i]), stop=int(starts[i + 1]), strategies=strategies)
             for group, i in numbers.items()
-            for name, strategies in self.picks[group].items()
+            for node, strategies in self.picks[group].items()
         }
         links = []
         labels_of: dict[int, list[Ints]] = {i: [] for i in numbers.values()}
@@ -298,7 +319,7 @@ class _Merger:
         for i, rows in labels_of.items():
             if rows:
                 kinds[starts[i] : starts[i + 1]] = np.unique(np.stack(rows), axis=1, return_inverse=True)[1].reshape(-1)
-        return Skeleton(starts=starts, places=places, links=tuple(links), kinds=kinds)
+        return starts, places, tuple(links), kinds
 
 
 def _numbered(source: Sequence[str], target: Sequence[str]) -> Labels:
