@@ -30,7 +30,6 @@ UNSEARCHED = (
     "micro-batches above one that is slower than the one below it",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
-    "of several stages on a GPU, slices of what crosses between them other than those of the least floor",
     "zero-bubble schedules; stages of different tp or fsdp degrees",
     "tied weights over two stages, and experts divided over ranks of a stage",
 )
@@ -201,7 +200,8 @@ class Search:
         """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
         a step; or, unless that is pinned, in this way of crossing for every micro-batch."""
         found: dict[Degrees, _Found] = {}
-        for once in self._ways_to_cross(replace(degrees, once=True), least):
+        for dim in self._dims_to_slice(degrees):
+            once = replace(degrees, once=True, sliced=dim)
             found[once] = self._unless_slower(once, least)
             least = min(least, found[once][0])
         if not self.solver.options.whole_gradients:
@@ -220,15 +220,6 @@ class Search:
         except NotFasterError:
             return _LEFT_OUT
         return found if found[0] < least or found[0] == math.inf else _LEFT_OUT
-
-    def _ways_to_cross(self, degrees: Degrees, least: float) -> list[Degrees]:
-        """The degrees with each way to cross between stages; of several stages a rank, whose plans take long to find,
-        the way of the least floor alone."""
-        ways = [replace(degrees, sliced=dim) for dim in self._dims_to_slice(degrees)]
-        if self.shape.virtual_stages == 1 or len(ways) == 1:
-            return ways
-        sizes = self.solver.sizes(self.shape, degrees)
-        return [min(ways, key=lambda way: AllStages.of(self.solver, self.shape, sizes, way).floor(least))]
 
     def _dims_to_slice(self, degrees: Degrees) -> list[int | None]:
         """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is
