@@ -123,6 +123,20 @@ def test_layers_of_other_numbers_of_experts_share_by_their_own() -> None:
     assert rows_of(graph, 1) == [6] * 8
 
 
+def test_masks_that_are_written_to_are_not_taken_as_they_were() -> None:
+    """The second expert's rows are those of a mask that the first one's changed: nothing is known of them."""
+
+    def written(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+        mask = F.one_hot(chosen, len(experts)).sum(1)
+        first = mask[:, 0].nonzero()[:, 0]
+        y = x.index_add(0, first, experts[0](x[first]))
+        mask[:, 1] += mask[:, 0]
+        second = mask[:, 1].nonzero()[:, 0]
+        return y.index_add(0, second, experts[1](x[second]))
+
+    assert rows_of(traced(Mixture(written))) == [TOKENS * TOP // EXPERTS, TOKENS]
+
+
 def test_one_value_alone_may_be_met_by_all() -> None:
     def first(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
         token = (chosen[:, 0] == 0).nonzero()[:, 0]

@@ -160,8 +160,8 @@ NumberedEdge = tuple[int, int, tuple[str, ...], tuple[str, ...]]
 def _skeleton(
     sizes: tuple[int, ...], edges: tuple[NumberedEdge, ...]
 ) -> tuple[Ints, Mapping[int, NodeColumns], tuple[Link, ...], Ints] | None:
-    """What `Skeleton` holds, with nodes by number, of nodes with so many strategies: once for problems that differ in
-    names, as like stages of a pipeline do."""
+    """The fields of the skeleton of nodes with so many strategies each, with nodes by number; computed once for
+    problems that differ in names alone."""
     merger = _Merger(sizes, edges)
     if not all(merger.sizes.values()) or not merger.prune(merger.links):
         return None

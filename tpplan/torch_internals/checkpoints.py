@@ -218,7 +218,7 @@ def _raised() -> bool:
 
 
 def _selective() -> bool:
-    """What is put in the place of a kept result is what code gets in the replay."""
+    """A tensor that is put in the place of a kept result is the one that the replay gets."""
     kept: list[KeptResults] = []
     products: list[torch.Tensor] = []
 

@@ -42,7 +42,7 @@ _ops = collectives()
 
 
 class _Running(threading.local):
-    """What a thread runs."""
+    """Whether a thread runs the forward half of a conversion that sums or exchanges."""
 
     is_summing = False
 

@@ -109,6 +109,8 @@ class ConcreteValues(TorchFunctionMode):
         self._extra = extra
         self._before = compared or {}
         self.compared: dict[tuple[str, int], frozenset[int]] = {}
+        #: the last integers that were taken to meet values evenly, by id, and these; what was computed of them, by id
+        self._evenly: tuple[object, dict[int, Tensor]] = (None, {})
         #: by line of code the ids of the integers that it compared with single values, in order
         self._integers: dict[str, list[int]] = {}
         self.questions: list[Question] = []
@@ -230,10 +232,14 @@ class ConcreteValues(TorchFunctionMode):
         integers, values = compared
         if len(values) == 1:
             values = self._one_of(integers, int(values))
+            if len(values) == 1:
+                return None
         each = math.ceil(integers.numel() / len(values))
-        even = values[torch.arange(integers.numel()) % len(values)].reshape(integers.shape).to(integers.dtype)
+        if self._evenly[0] != (key := (id(integers), tuple(values.tolist()))):
+            even = values[torch.arange(integers.numel()) % len(values)].reshape(integers.shape).to(integers.dtype)
+            self._evenly = key, {id(integers): even}
         try:
-            found = self.on_real(func, args, kwargs, assumed={id(integers): even})
+            found = self.on_real(func, args, kwargs, assumed=self._evenly[1])
         except UnknownValueError:
             return None
         size: int = pytree.tree_leaves(found)[0].shape[dim]
@@ -305,11 +311,11 @@ class ConcreteValues(TorchFunctionMode):
         return not answer if is_other else answer
 
     def on_real(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, assumed: Mapping[int, Tensor] | None = None
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, assumed: dict[int, Tensor] | None = None
     ) -> Any:
-        """The result of a call on the CPU, of tensors computed there; `assumed` has values of some by their ids. Raises
-        UnknownValueError where one is not known."""
-        self._reads_inputs, self._values = False, dict(assumed or {})
+        """The result of a call on the CPU, of tensors computed there; `assumed` has values of some by their ids, and
+        gets those that are computed. Raises UnknownValueError where one is not known."""
+        self._reads_inputs, self._values = False, {} if assumed is None else assumed
         with unrecorded(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
             state = torch.get_rng_state()
             try:
@@ -324,6 +330,8 @@ class ConcreteValues(TorchFunctionMode):
     def _value(self, tensor: Tensor) -> Tensor:
         """The tensor computed on the CPU. Raises UnknownValueError where its values are not known."""
         if id(tensor) in self._values:
+            if id(tensor) in self._made:
+                self._check_unwritten(tensor)
             return self._values[id(tensor)]
         if id(tensor) in self._inputs:
             self._check_unwritten(tensor)
@@ -361,7 +369,7 @@ class ConcreteValues(TorchFunctionMode):
 
 
 def _values_compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What a call compares integers with, itself among it; () for a call that does something else."""
+    """The operands of a call that compares integers: these, and what they are compared with; () for any other call."""
     name = getattr(func, "__name__", "")
     if name == "one_hot":
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
