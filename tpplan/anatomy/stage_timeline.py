@@ -30,10 +30,8 @@ def _sending(plan: PipelinePlan, shape: PipelineShape, profile: HardwareProfile 
     """Yields the seconds in which each stage sends to the next."""
     cluster = _cluster(plan, shape, profile) if profile is not None else None
     for own in plan.stages:
-        if cluster is None or own.stage is None or not own.stage.sends:
-            yield 0.0
-        else:
-            yield seconds_between(own, shape, cluster)
+        stage = own.stage if cluster is not None else None
+        yield 0.0 if stage is None or cluster is None else seconds_between(stage, own.mesh.tp, shape, cluster)
 
 
 def _cluster(plan: PipelinePlan, shape: PipelineShape, profile: HardwareProfile) -> Cluster:

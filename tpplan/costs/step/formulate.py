@@ -271,6 +271,7 @@ class Formulation:
             steps=setting.accumulation_steps,
             in_flight=setting.in_flight,
             beside_bytes=setting.beside_bytes,
+            like_stages=setting.like_stages,
             whole_gradients=setting.whole_gradients and self.uses_fsdp,
             gathered_once=setting.gathered_once and self.uses_fsdp,
             slack_bytes=setting.slack_bytes,

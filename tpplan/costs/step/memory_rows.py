@@ -58,7 +58,8 @@ MOST_APART = 4
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """The rows of one mesh: `kinds` are its layer groups, `root` FSDP's root unit, `steps` the micro-batches of a
-    step, `in_flight` those whose activations are kept at once, `beside_bytes` what is held of other stages."""
+    step, `in_flight` those whose activations are kept at once, `beside_bytes` what is held of other stages;
+    `like_stages` of the rank, this one among them, keep as many layers gathered."""
 
     space: Space
     mesh: Mesh
@@ -72,6 +73,7 @@ class Peaks:
     steps: int
     in_flight: int
     beside_bytes: float
+    like_stages: int
     #: FSDP reduces gradients once a step, and earlier micro-batches' are whole
     whole_gradients: bool
     #: FSDP gathers units that it does not reshard once a step
@@ -132,6 +134,9 @@ class Peaks:
         yield self.activations.inputs
         if others := self.in_flight - 1:
             for term in (*self._kept_by_layers(), *self.activations.kept_outside()):
+                yield replace(term, weight=term.weight * others)
+        if (others := self.like_stages - 1) and self.uses_fsdp:
+            for term in self.gathered.kept():
                 yield replace(term, weight=term.weight * others)
 
     def _kept_by_layers(self, families: Sequence[Family] | None = None) -> Iterator[Term]:

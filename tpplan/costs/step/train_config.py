@@ -25,6 +25,8 @@ class Setting:
     in_flight: int = 1
     #: bytes that a rank holds of other stages meanwhile
     beside_bytes: float = 0.0
+    #: stages of the rank that keep as many layers gathered as this one between forward and backward, itself among them
+    like_stages: int = 1
     #: bytes of the limit that a model never gets
     slack_bytes: float = 0.0
     #: recomputation of every unit but the root; None: the ILP decides for each

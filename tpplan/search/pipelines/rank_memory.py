@@ -21,12 +21,19 @@ from tpplan.stages.schedule import kept_during
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The micro-batches in flight of the stage that runs, and bytes of all else but its own step."""
+    """The micro-batches in flight of the stage that runs, and bytes of all else but its own step. Of its rank's stages
+    `like`, itself among them, keep as many layers gathered as it does, which the bytes do not have."""
 
     in_flight: int
     beside_bytes: float
     #: the part of other stages that FSDP shards, times its degree
     sharded_beside_bytes: float = 0.0
+    like: int = 1
+
+    def with_share(self, share: float) -> "Held":
+        """The same but for a share of the micro-batches in flight and of the like stages, at least one of each."""
+        in_flight, like = (max(1, math.ceil(share * number)) for number in (self.in_flight, self.like))
+        return replace(self, in_flight=in_flight, like=like)
 
 
 def num_bytes(tensors: Sequence[TensorPlan], tp: int) -> int:
@@ -40,11 +47,14 @@ def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
     return [max(sum(counts) for _, counts in kept_during(order, shape.parts)) for order in every]
 
 
-def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int) -> Held:
-    """A first assumption for a stage: each of its rank's stages keeps as much of a micro-batch, `in_flight` of them in
-    all, and the others hold some bytes besides, which FSDP shards, and some which it does not."""
+def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int, like: int) -> Held:
+    """A first assumption for a stage: each of its rank's `like` stages keeps as much of a micro-batch, `in_flight` of
+    them in all, and as many layers gathered; the others hold some bytes besides, which FSDP shards, and some which it
+    does not."""
     between = float(_between(stage, in_flight, tp))
-    return Held(in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes)
+    return Held(
+        in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes, like=like
+    )
 
 
 def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int, tp: int) -> list[Held]:

@@ -18,12 +18,21 @@ from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
 from tpplan.search.pipelines.stage_loads import least_step_s
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import seconds_once
+from tpplan.search.pipelines.step_seconds import (
+    seconds_between,
+    seconds_once,
+    simulated_s,
+    split_times,
+    times_of,
+)
 
 #: rounds of solving stages with less memory than before
 MOST_ROUNDS = 5
 #: of what a rank holds too much, how much less its stages get: their activations shrink in steps of a layer
 _MARGIN = 1.05
+#: at most how much shorter a step is assumed to become by faster plans that keep more, with several stages a rank; in
+#: no measured case more than 0.031
+MOST_HASTENED = 0.04
 #: shares of its rank's micro-batches in flight that a stage is solved for to find faster plans that keep more
 _SHARES = (0.125, 0.25, 0.5, 0.75)
 
@@ -55,7 +64,7 @@ class AllStages:
             others = (other for other in stages[stage.index % shape.parts :: shape.parts] if other is not stage)
             every = [resting[found.kind(other)] for other in others]
             sharded, whole = (sum(one[i] for one in every) for i in range(2))
-            own = assumed(stage, most[stage.index % shape.parts], sharded, whole, degrees.tp)
+            own = assumed(stage, most[stage.index % shape.parts], sharded, whole, degrees.tp, shape.virtual_stages)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
                 found.beside[found.kind(stage)] = own
@@ -71,44 +80,57 @@ class AllStages:
         return {self.kind(stage): stage for stage in reversed(self.stages)}
 
     def decided(self, least: float = math.inf) -> Degrees | None:
-        """The degrees with the FSDP degree of the stage whose rank has most in flight, the largest of such; None where
-        it does not fit. Raises NotFasterError where a step is then known to take `least` or longer."""
+        """The degrees with the FSDP degree of the stage whose rank has most in flight, the largest of such, or with
+        several stages a rank of one of the most common kind; None where it does not fit. Raises NotFasterError where a
+        step is then known to take `least` or longer."""
 
         def fullness(stage: StagePlan) -> tuple[int, float]:
             return self.beside[self.kind(stage)].in_flight, sum(self.solver.resting_bytes(stage, self.degrees))
 
-        fullest = max(self.firsts.values(), key=fullness)
-        known = self.beside[self.kind(fullest)]
-        cutoff_s = self._cutoff_s(fullest, {}, least) if self.shape.virtual_stages == 1 else math.inf
-        return self.solver.decided(self.degrees, self.shape, fullest, known, cutoff_s)
+        is_alone = self.shape.virtual_stages == 1
+        stage = max(self.firsts.values(), key=fullness) if is_alone else self.firsts[self._commonest[0]]
+        cutoff_s = self._cutoff_s(stage, {}, self._bar(least))
+        return self.solver.decided(self.degrees, self.shape, stage, self.beside[self.kind(stage)], cutoff_s)
 
     def floor(self, least: float = math.inf) -> float:
         """Seconds that no step of these stages is below; infinite where they do not fit, or where one takes `least` or
         longer.
 
-        Stages run by their fastest plans, with one micro-batch in flight: those of the most common kind, and where
-        several stages are on a rank all. Others take the least that their part of the model does.
+        Stages of the most common kind run by their fastest plan, with one micro-batch in flight. Others take the least
+        that their part of the model does.
         """
-        kinds = [self.kind(stage) for stage in self.stages]
-        ordered = sorted(dict.fromkeys(kinds), key=kinds.count, reverse=True)
-        own: dict[_Kind, Plan] = {}
-        for kind in ordered if self.shape.virtual_stages > 1 else ordered[:1]:
-            stage, fewest = self.firsts[kind], replace(self.beside[kind], in_flight=1)
-            cutoff_s = self._cutoff_s(stage, own, least)
-            try:
-                plan = self.solver.tried(self.degrees, self.shape, stage, fewest, cutoff_s)
-            except NotFasterError:
-                return math.inf
-            if plan is None:
-                return math.inf
-            own[kind] = plan
-            if (found := self._least_s(own)) >= least:
-                return found
-        return self._least_s(own)
+        kind = self._commonest[0]
+        stage, fewest = self.firsts[kind], self.beside[kind].with_share(0.0)
+        try:
+            plan = self.solver.tried(self.degrees, self.shape, stage, fewest, self._cutoff_s(stage, {}, least))
+        except NotFasterError:
+            return math.inf
+        return self._least_s({kind: plan}, least) if plan is not None else math.inf
 
-    def _least_s(self, own: Mapping[_Kind, Plan]) -> float:
-        """Seconds that no step is below in which stages of some kinds have plans."""
-        return least_step_s(*self._seconds(own), self.shape)
+    @property
+    def _commonest(self) -> list[_Kind]:
+        """The kinds of stages, the most common first."""
+        kinds = [self.kind(stage) for stage in self.stages]
+        return sorted(dict.fromkeys(kinds), key=kinds.count, reverse=True)
+
+    def _bar(self, least: float) -> float:
+        """Seconds of a step that faster plans of some stages may bring to `least`."""
+        return least if self.shape.virtual_stages == 1 else least / (1 - MOST_HASTENED)
+
+    def _least_s(self, own: Mapping[_Kind, Plan], least: float) -> float:
+        """Seconds that no step is below in which stages of some kinds have plans; where that is `least` or more, it may
+        be more."""
+        steps_s, each_s = self._seconds(own)
+        found = least_step_s(steps_s, each_s, self.shape)
+        if self.shape.virtual_stages == 1 or found >= least:
+            return found
+        steps, times = self.solver.steps(self.shape, self.degrees), []
+        for stage, seconds in zip(self.stages, each_s, strict=True):
+            plan = own.get(self.kind(stage))
+            send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
+            times.append(split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, steps, send_s))
+        once = [step - steps * one for step, one in zip(steps_s, each_s, strict=True)]
+        return max(found, simulated_s(times, once, self.shape, steps))
 
     def _seconds(self, own: Mapping[_Kind, Plan]) -> tuple[list[float], list[float]]:
         """The seconds of a step, and those of a micro-batch of it, in each stage: by the plan of its kind, or without
@@ -123,8 +145,7 @@ class AllStages:
         return steps_s, each_s
 
     def _cutoff_s(self, stage: StagePlan, own: Mapping[_Kind, Plan], least: float) -> float:
-        """Seconds of a stage's step with which no step is below `least`, where stages of some kinds have plans. With
-        several stages a rank, and so plans that are made faster later, it bounds the fastest plans alone."""
+        """Seconds of a stage's step with which no step is below `least`, where stages of some kinds have plans."""
         if least == math.inf:
             return math.inf
         steps_s, each_s = self._seconds(own)
@@ -143,9 +164,9 @@ class AllStages:
 
     def plans(self, least: float = math.inf) -> list[Plan] | None:
         """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all. Raises
-        NotFasterError where a step is known to take `least` or longer."""
+        NotFasterError where a step is known to take `least` or longer, or is assumed to, however plans are hastened."""
         for _ in range(MOST_ROUNDS):
-            plans = self._round(least)
+            plans = self._round(self._bar(least))
             if plans is None:
                 return None
             if not self._lower(plans):
@@ -171,28 +192,30 @@ class AllStages:
         return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
 
     def _round(self, least: float) -> list[Plan] | None:
-        """Plans under the present assumptions, with what their ranks then hold."""
+        """Plans under the present assumptions, with what their ranks then hold; None where one does not fit. Raises
+        NotFasterError where a step is known to take `least` or longer."""
         own: dict[_Kind, Plan] = {}
-        for stage in self.stages:
-            kind = self.kind(stage)
-            if kind not in own:
-                # Of several stages a rank some may be made faster than these plans.
-                cutoff_s = self._cutoff_s(stage, own, least) if self.shape.virtual_stages == 1 else math.inf
-                plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
-                if plan is None:
-                    return None
-                own[kind] = plan
+        for kind in self._commonest if self.shape.virtual_stages > 1 else dict.fromkeys(map(self.kind, self.stages)):
+            stage = self.firsts[kind]
+            cutoff_s = self._cutoff_s(stage, own, least)
+            plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
+            if plan is None:
+                return None
+            own[kind] = plan
+            if self.shape.virtual_stages > 1 and self._least_s(own, least) >= least:
+                raise NotFasterError
         return self._settled([own[self.kind(stage)] for stage in self.stages])
 
     def _hastened(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans, and faster ones that keep more in their place where their ranks have memory for them: of each
-        rank one stage after the other, by the fastest plan that fits."""
+        rank one stage after the other, those behind first, which have the fewest micro-batches in flight, by the fastest
+        plan that fits."""
         self.apart.clear()
         found, faster = (
             list(plans),
             {kind: self._faster(kind, plans[stage.index]) for kind, stage in self.firsts.items()},
         )
-        for first in range(0, len(found), self.shape.parts):
+        for first in reversed(range(0, len(found), self.shape.parts)):
             turn = self.stages[first : first + self.shape.parts]
             for rank in range(max(map(len, faster.values()))):
                 tried, taken = list(found), {}
@@ -211,7 +234,7 @@ class AllStages:
         known, stage = self.beside[kind], self.firsts[kind]
         found: dict[float, tuple[Held, Plan]] = {}
         for share in _SHARES:
-            beside = replace(known, in_flight=max(1, math.ceil(share * known.in_flight)))
+            beside = known.with_share(share)
             other = self.solver.tried(self.degrees, self.shape, stage, beside)
             if other is None or other.predicted.step_time_s >= plan.predicted.step_time_s:
                 break  # with more in flight there is less memory, and no plan is faster

@@ -202,7 +202,7 @@ class StageSolver:
             gradients = value.num_elements * width
             sharded += gradients + value.num_elements * optimizer.bytes_per_element(width)
             if degrees.once:
-                whole += gradients + value.num_bytes
+                whole += gradients
             else:
                 sharded += gradients
         return sharded / degrees.tp, whole / degrees.tp
@@ -269,6 +269,7 @@ class StageSolver:
             gathered_once=degrees.once,
             stage=replace(stage, in_flight=beside.in_flight, beside_bytes=beside.beside_bytes),
             sharded_beside_bytes=beside.sharded_beside_bytes,
+            like_stages=beside.like,
         )
         batch = replace(self.batch, micro_batch=degrees.micro_batch)
         request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)

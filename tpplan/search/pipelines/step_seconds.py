@@ -10,12 +10,13 @@ A backward, without what it recomputes, counts as two forwards. What a stage doe
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
-from tpplan.plan.plan import Plan
+from tpplan.plan.plan import Plan, StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Cluster
@@ -30,9 +31,7 @@ _BACKWARD = 2.0
 def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> PipelinePrediction:
     """Seconds of a step of these stages on all GPUs."""
     steps = plans[0].batch.accumulation_steps
-    between = [
-        seconds_between(plan, shape, cluster) if plan.stage is not None and plan.stage.sends else 0.0 for plan in plans
-    ]
+    between = [0.0 if plan.stage is None else seconds_between(plan.stage, plan.mesh.tp, shape, cluster) for plan in plans]
     if shape.virtual_stages > 1:
         return _simulated(plans, between, shape)
     each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
@@ -45,14 +44,13 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
 
 def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape) -> PipelinePrediction:
     steps = plans[0].batch.accumulation_steps
-    every = shape.orders(steps)
     times = [times_of(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
+    once = [seconds_once(plan) for plan in plans]
     ranks = [plans[rank :: shape.parts] for rank in range(shape.parts)]
-    once = max(sum(seconds_once(plan) for plan in own) for own in ranks)
     slowest = max(sum(plan.predicted.step_time_s for plan in own) for own in ranks)
-    whole = seconds_of(every, times) + once
-    unsent = [StageTimes(forward_s=one.forward_s, backward_s=one.backward_s, send_s=0.0) for one in times]
-    alone = seconds_of(every, unsent) + once
+    whole = simulated_s(times, once, shape, steps)
+    unsent = [replace(one, send_s=0.0) for one in times]
+    alone = simulated_s(unsent, once, shape, steps)
     return PipelinePrediction(
         step_time_s=whole,
         stage_s=slowest,
@@ -61,17 +59,25 @@ def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineS
     )
 
 
-def seconds_between(plan: Plan, shape: PipelineShape, cluster: Cluster) -> float:
-    """Seconds of sending a stage's tensors to the next: of two ranks that gather as much from each other."""
-    stage = plan.stage
-    assert stage is not None
+def simulated_s(every: Sequence[StageTimes], once: Sequence[float], shape: PipelineShape, steps: int) -> float:
+    """Seconds of an interleaved step of `steps` micro-batches, of stages with some seconds of a micro-batch and some
+    that a step takes `once`."""
+    at_the_end = max(sum(once[rank :: shape.parts]) for rank in range(shape.parts))
+    return seconds_of(shape.orders(steps), every) + at_the_end
+
+
+def seconds_between(stage: StagePlan, tp: int, shape: PipelineShape, cluster: Cluster) -> float:
+    """Seconds of sending a stage's tensors to the next, 0 for the last: of two ranks of `tp` that gather as much from
+    each other."""
+    if not stage.sends:
+        return 0.0
     own, per_node = cluster.gpus // shape.parts, cluster.gpus_per_node
     part = stage.index % shape.parts
     nodes = [other * own // per_node for other in (part, (part + 1) % shape.parts)]
     pair = GroupShape(ranks=2, ranks_per_node=2 if nodes[0] == nodes[1] else 1)
     return (
         cluster.load_profile()
-        .collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, plan.mesh.tp))
+        .collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, tp))
         .seconds
     )
 
@@ -80,7 +86,12 @@ def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:
     """Seconds of a micro-batch in a stage, of `steps` in a step."""
     seconds = _seconds_of_a_micro_batch(plan, steps)
     again = min(seconds, plan.predicted.time_s.get(RECOMPUTATION, 0.0) / steps)
-    forward = (seconds - again) / (1 + _BACKWARD)
+    return split_times(seconds, again, send_s)
+
+
+def split_times(seconds: float, again_s: float, send_s: float) -> StageTimes:
+    """Some seconds of a micro-batch as those of its forward and backward; of the latter `again_s` recompute."""
+    forward = (seconds - again_s) / (1 + _BACKWARD)
     return StageTimes(forward_s=forward, backward_s=seconds - forward, send_s=send_s)
 
 

@@ -77,6 +77,8 @@ class Options:
     stage: StagePlan | None = None
     #: bytes that a rank holds of other stages, times the FSDP degree, besides the stage's own beside_bytes
     sharded_beside_bytes: float = 0.0
+    #: stages of a rank that keep as many layers gathered as this one, itself among them
+    like_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)

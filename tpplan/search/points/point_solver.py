@@ -219,6 +219,7 @@ class PointSolver:
                 in_flight=stage.in_flight if stage is not None else 1,
                 beside_bytes=(stage.beside_bytes if stage is not None else 0.0)
                 + request.sharded_beside_bytes / mesh.shard,
+                like_stages=request.like_stages,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
                 fsdp_over_tp=request.fsdp_over_tp,

@@ -19,8 +19,8 @@ class Request:
 
     `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
     `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
-    rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree. With `is_explained` the plan says why
-    modules stay whole, or the error what would help where none fits, which may take longer than the search. No plan
+    rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree; `like_stages` of a rank, itself among
+    them, keep as many layers gathered as it does. With `is_explained` the plan says why modules stay whole, or the error what would help where none fits, which may take longer than the search. No plan
     that takes longer than `cutoff_s` is looked for.
     """
 
@@ -45,6 +45,7 @@ class Request:
     pins: tuple[Pin, ...] = ()
     stage: StagePlan | None = None
     sharded_beside_bytes: float = 0.0
+    like_stages: int = 1
     is_explained: bool = True
     cutoff_s: float = math.inf
 
@@ -98,4 +99,5 @@ class Request:
             pins=parse_pins(options.pins),
             stage=options.stage,
             sharded_beside_bytes=options.sharded_beside_bytes,
+            like_stages=options.like_stages,
         )
