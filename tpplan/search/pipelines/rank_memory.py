@@ -52,9 +52,7 @@ def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes:
     them in all, and as many layers gathered; the others hold some bytes besides, which FSDP shards, and some which it
     does not."""
     between = float(_between(stage, in_flight, tp))
-    return Held(
-        in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes, like=like
-    )
+    return Held(in_flight=in_flight, beside_bytes=between + whole_bytes, sharded_beside_bytes=sharded_bytes, like=like)
 
 
 def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int, tp: int) -> list[Held]:

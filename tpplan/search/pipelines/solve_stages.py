@@ -17,7 +17,7 @@ from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
-from tpplan.search.pipelines.stage_plans import AllStages
+from tpplan.search.pipelines.stage_plans import MOST_HASTENED, AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.pipelines.step_seconds import predicted
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
@@ -28,6 +28,7 @@ MOST_MOVES = 4
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
     "micro-batches above one that is slower than the one below it",
+    f"several stages on a GPU whose own plans would have to save over {MOST_HASTENED:.0%} of a step and a layer recomputed",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "zero-bubble schedules; stages of different tp or fsdp degrees",

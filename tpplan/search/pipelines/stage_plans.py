@@ -30,9 +30,11 @@ from tpplan.search.pipelines.step_seconds import (
 MOST_ROUNDS = 5
 #: of what a rank holds too much, how much less its stages get: their activations shrink in steps of a layer
 _MARGIN = 1.05
-#: at most how much shorter a step is assumed to become by faster plans that keep more, with several stages a rank; in
-#: no measured case more than 0.031
-MOST_HASTENED = 0.04
+#: at most how much shorter a step is assumed to become by plans that keep more in place of the first, with several
+#: stages a rank, beside what one layer more in each stage brings; 0.031 in all where it was measured
+MOST_HASTENED = 0.03
+#: at most the part of a stage's step that recomputes: a forward of a forward, it again, and a backward of two
+_MOST_AGAIN = 0.25
 #: shares of its rank's micro-batches in flight that a stage is solved for to find faster plans that keep more
 _SHARES = (0.125, 0.25, 0.5, 0.75)
 
@@ -89,7 +91,7 @@ class AllStages:
 
         is_alone = self.shape.virtual_stages == 1
         stage = max(self.firsts.values(), key=fullness) if is_alone else self.firsts[self._commonest[0]]
-        cutoff_s = self._cutoff_s(stage, {}, self._bar(least))
+        cutoff_s = self._cutoff_s(stage, {}, self._bar(least, {}))
         return self.solver.decided(self.degrees, self.shape, stage, self.beside[self.kind(stage)], cutoff_s)
 
     def floor(self, least: float = math.inf) -> float:
@@ -100,9 +102,8 @@ class AllStages:
         that their part of the model does.
         """
         kind = self._commonest[0]
-        stage, fewest = self.firsts[kind], self.beside[kind].with_share(0.0)
         try:
-            plan = self.solver.tried(self.degrees, self.shape, stage, fewest, self._cutoff_s(stage, {}, least))
+            plan = self._fastest(kind, self._cutoff_s(self.firsts[kind], {}, least))
         except NotFasterError:
             return math.inf
         return self._least_s({kind: plan}, least) if plan is not None else math.inf
@@ -113,9 +114,23 @@ class AllStages:
         kinds = [self.kind(stage) for stage in self.stages]
         return sorted(dict.fromkeys(kinds), key=kinds.count, reverse=True)
 
-    def _bar(self, least: float) -> float:
-        """Seconds of a step that faster plans of some stages may bring to `least`."""
-        return least if self.shape.virtual_stages == 1 else least / (1 - MOST_HASTENED)
+    def _bar(self, least: float, own: Mapping[_Kind, Plan]) -> float:
+        """Seconds of a step that faster plans of some stages may bring to `least`, where stages of some kinds have
+        plans: like stages get plans of whole layers, and each may have memory for one layer less to recompute."""
+        if self.shape.virtual_stages == 1 or least == math.inf:
+            return least
+        kind = self._commonest[0]
+        _, _, layers = kind
+        again = _MOST_AGAIN
+        if (plan := own.get(kind)) is not None and (fastest := self._fastest(kind)) is not None:
+            again = 1 - fastest.predicted.step_time_s / plan.predicted.step_time_s
+        return least / (1 - MOST_HASTENED - again / layers)
+
+    def _fastest(self, kind: _Kind, cutoff_s: float = math.inf) -> Plan | None:
+        """The fastest plan of a kind of stages, with one micro-batch in flight; None where it does not fit. Raises
+        NotFasterError where it takes longer than `cutoff_s`."""
+        degrees = replace(self.degrees, fsdp=self.solver.options.fsdp or 0)
+        return self.solver.tried(degrees, self.shape, self.firsts[kind], self.beside[kind].with_share(0.0), cutoff_s)
 
     def _least_s(self, own: Mapping[_Kind, Plan], least: float) -> float:
         """Seconds that no step is below in which stages of some kinds have plans; where that is `least` or more, it may
@@ -166,7 +181,7 @@ class AllStages:
         """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all. Raises
         NotFasterError where a step is known to take `least` or longer, or is assumed to, however plans are hastened."""
         for _ in range(MOST_ROUNDS):
-            plans = self._round(self._bar(least))
+            plans = self._round(least)
             if plans is None:
                 return None
             if not self._lower(plans):
@@ -197,12 +212,13 @@ class AllStages:
         own: dict[_Kind, Plan] = {}
         for kind in self._commonest if self.shape.virtual_stages > 1 else dict.fromkeys(map(self.kind, self.stages)):
             stage = self.firsts[kind]
-            cutoff_s = self._cutoff_s(stage, own, least)
+            cutoff_s = self._cutoff_s(stage, own, self._bar(least, own))
             plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
             if plan is None:
                 return None
             own[kind] = plan
-            if self.shape.virtual_stages > 1 and self._least_s(own, least) >= least:
+            bar = self._bar(least, own)
+            if self.shape.virtual_stages > 1 and self._least_s(own, bar) >= bar:
                 raise NotFasterError
         return self._settled([own[self.kind(stage)] for stage in self.stages])
 

@@ -31,7 +31,9 @@ _BACKWARD = 2.0
 def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> PipelinePrediction:
     """Seconds of a step of these stages on all GPUs."""
     steps = plans[0].batch.accumulation_steps
-    between = [0.0 if plan.stage is None else seconds_between(plan.stage, plan.mesh.tp, shape, cluster) for plan in plans]
+    between = [
+        0.0 if plan.stage is None else seconds_between(plan.stage, plan.mesh.tp, shape, cluster) for plan in plans
+    ]
     if shape.virtual_stages > 1:
         return _simulated(plans, between, shape)
     each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
@@ -75,11 +77,7 @@ def seconds_between(stage: StagePlan, tp: int, shape: PipelineShape, cluster: Cl
     part = stage.index % shape.parts
     nodes = [other * own // per_node for other in (part, (part + 1) % shape.parts)]
     pair = GroupShape(ranks=2, ranks_per_node=2 if nodes[0] == nodes[1] else 1)
-    return (
-        cluster.load_profile()
-        .collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, tp))
-        .seconds
-    )
+    return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, tp)).seconds
 
 
 def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:
