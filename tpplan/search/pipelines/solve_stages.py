@@ -28,7 +28,7 @@ MOST_MOVES = 4
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
     "micro-batches above one that is slower than the one below it",
-    f"several stages on a GPU whose own plans would have to save over {MOST_HASTENED:.0%} of a step and a layer recomputed",
+    f"several stages on a GPU where plans that keep more must save over {MOST_HASTENED:.0%} and a layer recomputed",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "zero-bubble schedules; stages of different tp or fsdp degrees",

@@ -224,8 +224,8 @@ class AllStages:
 
     def _hastened(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans, and faster ones that keep more in their place where their ranks have memory for them: of each
-        rank one stage after the other, those behind first, which have the fewest micro-batches in flight, by the fastest
-        plan that fits."""
+        rank one stage after the other, by the fastest plan that fits; those behind first, which have the fewest
+        micro-batches in flight."""
         self.apart.clear()
         found, faster = (
             list(plans),

@@ -20,8 +20,9 @@ class Request:
     `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
     `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
     rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree; `like_stages` of a rank, itself among
-    them, keep as many layers gathered as it does. With `is_explained` the plan says why modules stay whole, or the error what would help where none fits, which may take longer than the search. No plan
-    that takes longer than `cutoff_s` is looked for.
+    them, keep as many layers gathered as it does. With `is_explained` the plan says why modules stay whole, or the
+    error what would help where none fits, which may take longer than the search. No plan that takes longer than
+    `cutoff_s` is looked for.
     """
 
     subject: Subject
