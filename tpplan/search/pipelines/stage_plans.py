@@ -10,21 +10,15 @@ take plans that keep more and run faster.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.best_first import NotFasterError
+from tpplan.search.pipelines.least_step import Kind, LeastStep
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
-from tpplan.search.pipelines.stage_loads import least_step_s
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import (
-    seconds_between,
-    seconds_once,
-    simulated_s,
-    split_times,
-    times_of,
-)
 
 #: rounds of solving stages with less memory than before
 MOST_ROUNDS = 5
@@ -38,9 +32,6 @@ _MOST_AGAIN = 0.25
 #: shares of its rank's micro-batches in flight that a stage is solved for to find faster plans that keep more
 _SHARES = (0.125, 0.25, 0.5, 0.75)
 
-#: what stages that are solved as one have in common: whether they are the first and the last, and their layers
-_Kind = tuple[bool, bool, int]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AllStages:
@@ -51,7 +42,7 @@ class AllStages:
     sizes: Sizes
     degrees: Degrees
     stages: Sequence[StagePlan]
-    beside: dict[_Kind, Held] = field(default_factory=dict)
+    beside: dict[Kind, Held] = field(default_factory=dict)
     #: by its index what a stage assumes that is solved for more memory than its kind
     apart: dict[int, Held] = field(default_factory=dict)
 
@@ -72,12 +63,12 @@ class AllStages:
                 found.beside[found.kind(stage)] = own
         return found
 
-    def kind(self, stage: StagePlan) -> _Kind:
+    def kind(self, stage: StagePlan) -> Kind:
         """The key that stages share where one is solved for all of them."""
-        return stage.index == 0, stage.index == stage.count - 1, self.sizes[stage.index]
+        return self._bounds.kinds[stage.index]
 
     @property
-    def firsts(self) -> dict[_Kind, StagePlan]:
+    def firsts(self) -> dict[Kind, StagePlan]:
         """The first stage of each kind."""
         return {self.kind(stage): stage for stage in reversed(self.stages)}
 
@@ -90,9 +81,10 @@ class AllStages:
             return self.beside[self.kind(stage)].in_flight, sum(self.solver.resting_bytes(stage, self.degrees))
 
         is_alone = self.shape.virtual_stages == 1
-        stage = max(self.firsts.values(), key=fullness) if is_alone else self.firsts[self._commonest[0]]
-        cutoff_s = self._cutoff_s(stage, {}, self._bar(least, {}))
-        return self.solver.decided(self.degrees, self.shape, stage, self.beside[self.kind(stage)], cutoff_s)
+        stage = max(self.firsts.values(), key=fullness) if is_alone else self.firsts[self._commonest]
+        kind = self.kind(stage)
+        cutoff_s = self._bounds.most_of(kind, {}, self._bar(least, {}))
+        return self.solver.decided(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
 
     def floor(self, least: float = math.inf) -> float:
         """Seconds that no step of these stages is below; infinite where they do not fit, or where one takes `least` or
@@ -101,81 +93,49 @@ class AllStages:
         Stages of the most common kind run by their fastest plan, with one micro-batch in flight. Others take the least
         that their part of the model does.
         """
-        kind = self._commonest[0]
+        kind = self._commonest
         try:
-            plan = self._fastest(kind, self._cutoff_s(self.firsts[kind], {}, least))
+            plan = self._fastest(kind, self._bounds.most_of(kind, {}, least))
         except NotFasterError:
             return math.inf
-        return self._least_s({kind: plan}, least) if plan is not None else math.inf
+        return self._bounds.seconds({kind: plan}) if plan is not None else math.inf
+
+    @cached_property
+    def _bounds(self) -> LeastStep:
+        return LeastStep(
+            solver=self.solver, shape=self.shape, sizes=self.sizes, degrees=self.degrees, stages=self.stages
+        )
 
     @property
-    def _commonest(self) -> list[_Kind]:
-        """The kinds of stages, the most common first."""
-        kinds = [self.kind(stage) for stage in self.stages]
-        return sorted(dict.fromkeys(kinds), key=kinds.count, reverse=True)
+    def _commonest(self) -> Kind:
+        kinds = self._bounds.kinds
+        return max(dict.fromkeys(kinds), key=kinds.count)
 
-    def _bar(self, least: float, own: Mapping[_Kind, Plan]) -> float:
+    @property
+    def _in_order(self) -> list[Kind]:
+        """The kinds of stages in the order in which they are solved: that first which tells most of whether a step is
+        too slow, the first stage's, which has most in flight, or with several stages a rank the most common."""
+        kinds = self._bounds.kinds
+        every = list(dict.fromkeys(kinds))
+        return every if self.shape.virtual_stages == 1 else sorted(every, key=kinds.count, reverse=True)
+
+    def _bar(self, least: float, own: Mapping[Kind, Plan]) -> float:
         """Seconds of a step that faster plans of some stages may bring to `least`, where stages of some kinds have
         plans: like stages get plans of whole layers, and each may have memory for one layer less to recompute."""
         if self.shape.virtual_stages == 1 or least == math.inf:
             return least
-        kind = self._commonest[0]
+        kind = self._commonest
         _, _, layers = kind
         again = _MOST_AGAIN
         if (plan := own.get(kind)) is not None and (fastest := self._fastest(kind)) is not None:
             again = 1 - fastest.predicted.step_time_s / plan.predicted.step_time_s
         return least / (1 - MOST_HASTENED - again / layers)
 
-    def _fastest(self, kind: _Kind, cutoff_s: float = math.inf) -> Plan | None:
+    def _fastest(self, kind: Kind, cutoff_s: float = math.inf) -> Plan | None:
         """The fastest plan of a kind of stages, with one micro-batch in flight; None where it does not fit. Raises
         NotFasterError where it takes longer than `cutoff_s`."""
         degrees = replace(self.degrees, fsdp=self.solver.options.fsdp or 0)
         return self.solver.tried(degrees, self.shape, self.firsts[kind], self.beside[kind].with_share(0.0), cutoff_s)
-
-    def _least_s(self, own: Mapping[_Kind, Plan], least: float) -> float:
-        """Seconds that no step is below in which stages of some kinds have plans; where that is `least` or more, it may
-        be more."""
-        steps_s, each_s = self._seconds(own)
-        found = least_step_s(steps_s, each_s, self.shape)
-        if self.shape.virtual_stages == 1 or found >= least:
-            return found
-        steps, times = self.solver.steps(self.shape, self.degrees), []
-        for stage, seconds in zip(self.stages, each_s, strict=True):
-            plan = own.get(self.kind(stage))
-            send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
-            times.append(split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, steps, send_s))
-        once = [step - steps * one for step, one in zip(steps_s, each_s, strict=True)]
-        return max(found, simulated_s(times, once, self.shape, steps))
-
-    def _seconds(self, own: Mapping[_Kind, Plan]) -> tuple[list[float], list[float]]:
-        """The seconds of a step, and those of a micro-batch of it, in each stage: by the plan of its kind, or without
-        one the least that its part of the model takes."""
-        steps = self.solver.steps(self.shape, self.degrees)
-        each_s = self.solver.loads(self.shape, self.degrees).of_stages(self.sizes)
-        steps_s = [steps * seconds for seconds in each_s]
-        for stage in self.stages:
-            if (plan := own.get(self.kind(stage))) is not None:
-                steps_s[stage.index] = plan.predicted.step_time_s
-                each_s[stage.index] = (plan.predicted.step_time_s - seconds_once(plan)) / steps
-        return steps_s, each_s
-
-    def _cutoff_s(self, stage: StagePlan, own: Mapping[_Kind, Plan], least: float) -> float:
-        """Seconds of a stage's step with which no step is below `least`, where stages of some kinds have plans."""
-        if least == math.inf:
-            return math.inf
-        steps_s, each_s = self._seconds(own)
-        parts, kinds = self.shape.parts, [self.kind(other) for other in self.stages]
-        is_like = [kind == self.kind(stage) for kind in kinds]
-        if self.shape.virtual_stages == 1:
-            return least - sum(each_s) + max(each_s)
-        found = math.inf
-        for rank in range(parts):
-            rest = sum(
-                seconds for seconds, like in zip(steps_s[rank::parts], is_like[rank::parts], strict=True) if not like
-            )
-            if number := sum(is_like[rank::parts]):
-                found = min(found, (least - rest - sum(each_s[:rank])) / number)
-        return found
 
     def plans(self, least: float = math.inf) -> list[Plan] | None:
         """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all. Raises
@@ -209,16 +169,14 @@ class AllStages:
     def _round(self, least: float) -> list[Plan] | None:
         """Plans under the present assumptions, with what their ranks then hold; None where one does not fit. Raises
         NotFasterError where a step is known to take `least` or longer."""
-        own: dict[_Kind, Plan] = {}
-        for kind in self._commonest if self.shape.virtual_stages > 1 else dict.fromkeys(map(self.kind, self.stages)):
-            stage = self.firsts[kind]
-            cutoff_s = self._cutoff_s(stage, own, self._bar(least, own))
-            plan = self.solver.tried(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
+        own: dict[Kind, Plan] = {}
+        for kind in self._in_order:
+            cutoff_s = self._bounds.most_of(kind, own, self._bar(least, own))
+            plan = self.solver.tried(self.degrees, self.shape, self.firsts[kind], self.beside[kind], cutoff_s)
             if plan is None:
                 return None
             own[kind] = plan
-            bar = self._bar(least, own)
-            if self.shape.virtual_stages > 1 and self._least_s(own, bar) >= bar:
+            if least < math.inf and self._bounds.seconds(own) >= self._bar(least, own):
                 raise NotFasterError
         return self._settled([own[self.kind(stage)] for stage in self.stages])
 
@@ -245,7 +203,7 @@ class AllStages:
                         found[index], self.apart[index] = tried[index], beside
         return self._settled(found)
 
-    def _faster(self, kind: _Kind, plan: Plan) -> list[tuple[Held, Plan]]:
+    def _faster(self, kind: Kind, plan: Plan) -> list[tuple[Held, Plan]]:
         """Plans of a kind of stages that are faster than one, the fastest first, each with what it assumes."""
         known, stage = self.beside[kind], self.firsts[kind]
         found: dict[float, tuple[Held, Plan]] = {}
@@ -268,7 +226,7 @@ class AllStages:
 
     def _lower(self, plans: Sequence[Plan]) -> bool:
         """Assumes that more is held beside the stages of ranks that hold too much; False where none does."""
-        excess: dict[_Kind, float] = {}
+        excess: dict[Kind, float] = {}
         for rank in range(self.shape.parts):
             own = max(map(excess_bytes, plans[rank :: self.shape.parts]))
             for stage in self.stages[rank :: self.shape.parts]:

@@ -1,0 +1,88 @@
+"""The least seconds of a step of a pipeline, where stages of some kinds have plans and others the least of their part.
+
+Stages with as many layers are alike but for names: the first, the last, and the middle ones of each number of layers
+make a kind. What a step takes of others bounds what a stage may take.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpplan.plan.plan import Plan
+from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.pipelines.stage_loads import least_step_s
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.step_seconds import seconds_between, seconds_once, simulated_s, split_times, times_of
+
+#: what stages that are solved as one have in common: whether they are the first and the last, and their layers
+Kind = tuple[bool, bool, int]
+
+
+def kinds_of(sizes: Sizes) -> tuple[Kind, ...]:
+    """The kind of each stage."""
+    return tuple((i == 0, i == len(sizes) - 1, size) for i, size in enumerate(sizes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastStep:
+    """The least step of the stages of one shape, numbers of layers and degrees."""
+
+    solver: StageSolver
+    shape: PipelineShape
+    sizes: Sizes
+    degrees: Degrees
+    stages: Sequence[StagePlan]
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each stage."""
+        return kinds_of(self.sizes)
+
+    def seconds(self, own: Mapping[Kind, Plan]) -> float:
+        """Seconds that no step is below in which stages of some kinds have plans."""
+        steps_s, each_s = self._seconds(own)
+        if self.shape.virtual_stages == 1:
+            return least_step_s(steps_s, each_s, self.shape)
+        steps, times = self._steps, []
+        for kind, stage, seconds in zip(self.kinds, self.stages, each_s, strict=True):
+            send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
+            plan = own.get(kind)
+            times.append(split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, steps, send_s))
+        once = [step - steps * one for step, one in zip(steps_s, each_s, strict=True)]
+        return max(least_step_s(steps_s, each_s, self.shape), simulated_s(times, once, self.shape, steps))
+
+    def most_of(self, kind: Kind, own: Mapping[Kind, Plan], least: float) -> float:
+        """Seconds of a step of a stage of some kind above which no step is below `least`, where stages of other kinds
+        have plans."""
+        if least == math.inf:
+            return least
+        steps_s, each_s = self._seconds(own)
+        parts = self.shape.parts
+        is_like = [other == kind for other in self.kinds]
+        if self.shape.virtual_stages == 1:
+            return least - sum(each_s) + max(each_s)
+        found = math.inf
+        for rank in range(parts):
+            rest = sum(
+                seconds for seconds, like in zip(steps_s[rank::parts], is_like[rank::parts], strict=True) if not like
+            )
+            if number := sum(is_like[rank::parts]):
+                found = min(found, (least - rest - sum(each_s[:rank])) / number)
+        return found
+
+    def _seconds(self, own: Mapping[Kind, Plan]) -> tuple[list[float], list[float]]:
+        """The seconds of a step, and those of a micro-batch of it, in each stage: by the plan of its kind, or without
+        one the least that its part of the model takes."""
+        each_s = self.solver.loads(self.shape, self.degrees).of_stages(self.sizes)
+        steps_s = [self._steps * seconds for seconds in each_s]
+        for i, kind in enumerate(self.kinds):
+            if (plan := own.get(kind)) is not None:
+                steps_s[i] = plan.predicted.step_time_s
+                each_s[i] = (plan.predicted.step_time_s - seconds_once(plan)) / self._steps
+        return steps_s, each_s
+
+    @property
+    def _steps(self) -> int:
+        return self.solver.steps(self.shape, self.degrees)
