@@ -36,9 +36,11 @@ def with_attributes_of(
     problem: Counterexample,
     written: Written,
     growing: Container[tuple[str, int]] | None,
+    *,
+    done: Container[str],
 ) -> Written:
     """The sizes `written` so far, with attributes, or shapes that are told, in place of all else for modules of the
-    class whose code differs.
+    class whose code differs, but for those that are `done`, which ran as they must.
 
     They are the next choice of _choices after those that `written` has; `written` is returned as it is where no choice
     is left. `growing` has the dims that grow with batch or length, if these are known.
@@ -49,7 +51,7 @@ def with_attributes_of(
     names = {own.module for own in assignment.graph.ops} - {LOSS_SCOPE}
     cls = type(model.get_submodule(node.module))
     found = dict(written)
-    for name in (name for name in names if type(model.get_submodule(name)) is cls):
+    for name in (name for name in names if name not in done and type(model.get_submodule(name)) is cls):
         known = frozenset(s for s in written.get(name, ()) if s.call.startswith(ATTRIBUTE) or s.call == SHAPE)
         chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name, growing))
         if chosen != known:

@@ -20,7 +20,7 @@ from functools import cache, cached_property
 
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op, enclosing
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Op, enclosing
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
@@ -78,6 +78,15 @@ class Original:
     def place_of(self, problem: Counterexample) -> int:
         """How far the applied model ran as it must: the place of the node that differs, among all; -1 if none does."""
         return -1 if problem.node is None else self._places[problem.node.name]
+
+    def ran_before(self, problem: Counterexample) -> frozenset[str]:
+        """Modules whose own code ran as it must: all of its ops are before the node that differs."""
+        if problem.node is None:
+            return frozenset()
+        place = self._places[problem.node.name]
+        ops = self.assignment.graph.ops
+        later = {op.module for op in ops if self._places[op.name] >= place}
+        return frozenset({op.module for op in ops} - later)
 
     def without(self, fewer: FewerLayers) -> "Original":
         """The model without some layers."""
@@ -156,13 +165,14 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
             if found.culprit is not None:
                 return found
             differences.append(found)
-            more = _with_sizes_of(assignment, model, found, written)
+            differing = _Differing(assignment, model, found, done=compared.ran_before(found))
+            more = differing.with_sizes(written)
             if more == written and not found.strange:
-                more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
+                more = differing.with_sizes(written, is_given=lambda size: True)
             if more == written:
-                more = _with_quotients(assignment, model, found, written)
+                more = differing.with_quotients(written)
             if more == written:
-                more = with_attributes_of(assignment, model, found, written, original.growing)
+                more = with_attributes_of(assignment, model, found, written, original.growing, done=differing.done)
             if more == written:
                 return max(differences, key=original.place_of)
             written = more
@@ -182,43 +192,53 @@ def _ranks(plan: Plan) -> tuple[int, ...]:
     return (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
 
 
-def _with_sizes_of(
-    assignment: Assignment,
-    model: nn.Module,
-    problem: Counterexample,
-    written: Mapping[str, tuple[SizePlan, ...]],
-    *,
-    is_given: Callable[[int], bool] | None = None,
-) -> dict[str, tuple[SizePlan, ...]]:
-    """The sizes `written` so far plus those of the differing op, where its code gives a size of another layout, and of
-    the same ops in all modules of its class: one retrace for all keeps proofs of many convolutions short.
+@dataclass(frozen=True, slots=True)
+class _Differing:
+    """The code that differs on a rank: that of the differing op, and of the same ops in modules of its class, but for
+    modules that are `done`, which ran as they must: one retrace for all keeps proofs of many convolutions short."""
 
-    `is_given` says which sizes of a slice the code may give for the whole's; by default those that were seen.
-    """
-    found, node, graph, seen = dict(written), problem.node, assignment.graph, problem.strange.__contains__
-    calls: dict[str, list[tuple[Call, Strategy]]] = defaultdict(list)
-    for op in graph.ops:
-        calls[op.module].append((Call.of(graph, op), assignment.strategy(op.name)))
-    for op in _of_the_same_code(graph, model, node) if isinstance(node, Op) else ():
-        own = found.get(op.module, ())
-        placed = Call.of(graph, op), assignment.strategy(op.name)
-        sizes = _sizes_of(placed, calls[op.module], assignment.tp, is_given or seen)
-        found[op.module] = (*own, *(size for size in sizes if size not in own))
-    return {module: sizes for module, sizes in found.items() if sizes}
+    assignment: Assignment
+    model: nn.Module
+    problem: Counterexample
+    done: frozenset[str]
 
+    def with_sizes(
+        self, written: Mapping[str, tuple[SizePlan, ...]], *, is_given: Callable[[int], bool] | None = None
+    ) -> dict[str, tuple[SizePlan, ...]]:
+        """The sizes `written` so far plus those of the ops, where their code gives a size of another layout.
 
-def _with_quotients(
-    assignment: Assignment, model: nn.Module, problem: Counterexample, written: Mapping[str, tuple[SizePlan, ...]]
-) -> dict[str, tuple[SizePlan, ...]]:
-    """The sizes `written` so far plus the quotients of the differing op, and of the same ops in modules of its class,
-    where an attribute that they may be computed with is a rank's."""
-    found, node = dict(written), problem.node
-    for op in _of_the_same_code(assignment.graph, model, node) if isinstance(node, Op) else ():
-        own = found.get(op.module, ())
-        if any(size.call.startswith(ATTRIBUTE) for size in own):
-            more = quotients(Call.of(assignment.graph, op), assignment.strategy(op.name), assignment.tp)
-            found[op.module] = (*own, *(size for size in more if size not in own))
-    return found
+        `is_given` says which sizes of a slice the code may give for the whole's; by default those that were seen.
+        """
+        assignment, found, seen = self.assignment, dict(written), self.problem.strange.__contains__
+        calls: dict[str, list[tuple[Call, Strategy]]] = defaultdict(list)
+        for op in assignment.graph.ops:
+            calls[op.module].append((Call.of(assignment.graph, op), assignment.strategy(op.name)))
+        for op in self._ops():
+            own = found.get(op.module, ())
+            placed = Call.of(assignment.graph, op), assignment.strategy(op.name)
+            sizes = _sizes_of(placed, calls[op.module], assignment.tp, is_given or seen)
+            found[op.module] = (*own, *(size for size in sizes if size not in own))
+        return {module: sizes for module, sizes in found.items() if sizes}
+
+    def with_quotients(self, written: Mapping[str, tuple[SizePlan, ...]]) -> dict[str, tuple[SizePlan, ...]]:
+        """The sizes `written` so far plus the quotients of the ops where an attribute that they may be computed with is
+        a rank's."""
+        assignment, found = self.assignment, dict(written)
+        for op in self._ops():
+            own = found.get(op.module, ())
+            if any(size.call.startswith(ATTRIBUTE) for size in own):
+                more = quotients(Call.of(assignment.graph, op), assignment.strategy(op.name), assignment.tp)
+                found[op.module] = (*own, *(size for size in more if size not in own))
+        return found
+
+    def _ops(self) -> Iterator[Op]:
+        """Ops with the differing op's target in the own code of modules of its class; none in the loss."""
+        node = self.problem.node
+        if not isinstance(node, Op) or node.module == LOSS_SCOPE:
+            return iter(())
+        cls, graph = type(self.model.get_submodule(node.module)), self.assignment.graph
+        alike = (op for op in graph.ops if op.target == node.target and op.module not in (LOSS_SCOPE, *self.done))
+        return (op for op in alike if type(self.model.get_submodule(op.module)) is cls)
 
 
 def _sizes_of(
@@ -229,18 +249,6 @@ def _sizes_of(
     by_dims = {size.position: size for size in sizes_by_dims(calls, placed, tp, is_given)}
     yield from by_dims.values()
     yield from (size for size in written_sizes(*placed, tp) if size.position not in by_dims)
-
-
-def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator[Op]:
-    """Ops with the node's target in the own code of all modules of its class, the node included; none in the loss."""
-    if node.module == LOSS_SCOPE:
-        return iter(())
-    cls = type(model.get_submodule(node.module))
-    return (
-        op
-        for op in graph.ops
-        if op.target == node.target and op.module != LOSS_SCOPE and type(model.get_submodule(op.module)) is cls
-    )
 
 
 def _called_by_name(plan: Plan) -> dict[str, str]:
