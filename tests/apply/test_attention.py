@@ -262,6 +262,27 @@ def test_code_that_cannot_run_on_slices_is_blamed_where_a_rank_comes_furthest() 
     assert ["aten.slice.Tensor in 1.attention: the number 14 became 7" in cut for cut in plan.proof.cuts] == [True]
 
 
+class Twice(nn.Module):
+    """Two attentions of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Processed(), Processed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+def test_code_that_ran_as_it_must_keeps_its_sizes() -> None:
+    """The first attention runs on slices of a sequence that is as long as there are heads; the second is divided by
+    heads, and its code alone reads another number of them."""
+    pins = {"1.first": "sequence", "1.second": "megatron"}
+    plan = by_heads(around(Twice), 2, seq_len=HEADS, pins=pins)
+    assert plan.proof.rounds == 1
+    assert {name: {size.call for size in sizes} for name, sizes in plan.sizes.items()} == {"1.second": {"self.heads"}}
+
+
 class Masked(nn.Module):
     """torch's attention with padded keys, whose mask torch gives a dim by unsqueeze where there is one head."""
 
