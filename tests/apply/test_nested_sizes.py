@@ -82,6 +82,19 @@ class InDataclass(Attention):
         return self.sizes.layers[1]
 
 
+class BesideAnother(Attention):
+    """As many heads as another attribute has dims, at the same depth."""
+
+    def __init__(self) -> None:
+        super().__init__((("h", HEADS),))
+        self.recipe = (("dims", HEADS),)
+
+    def heads(self) -> int:
+        if self.recipe[0][1] != HEADS:
+            raise ValueError(f"expected {HEADS} dims, got {self.recipe[0][1]}")
+        return self.sizes[0][1]
+
+
 class InNamespace(Attention):
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(h=HEADS))
@@ -140,6 +153,7 @@ def assert_right(build: Callable[[], nn.Module], plan: Plan, module: str) -> Non
         (InDict, 'self.sizes["of"][0]["h"]'),
         (InDataclass, "self.sizes.layers[1]"),
         (InNamespace, "self.sizes.h"),
+        (BesideAnother, "self.sizes[0][1]"),
     ],
 )
 def test_sizes_inside_attributes_are_a_ranks(attention: type[Attention], call: str) -> None:

@@ -32,6 +32,20 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
     return graph.nodes_by_module.get(module, ())
 
 
+def like_modules(graph: ModelGraph, module: str) -> tuple[str, ...]:
+    """The other modules, wherever they are, whose nodes agree with a module's in all in which the siblings of a
+    repeated block agree."""
+
+    def found() -> tuple[str, ...]:
+        parameters = {source.result: source.label for source in graph.sources}
+        own, size = _labelled(graph, parameters, module), len(members(graph, module))
+        others = (name for name, nodes in graph.nodes_by_module.items() if len(nodes) == size and name != module)
+        return tuple(name for name in others if _labelled(graph, parameters, name) == own)
+
+    made: tuple[str, ...] = graph.once((like_modules, module), found)
+    return made
+
+
 def like_ops(graph: ModelGraph) -> dict[str, str]:
     """Op name -> name of the first op at the same place in a sibling of its repeated block, with views among the same
     results; the op's own name outside of repeated blocks."""

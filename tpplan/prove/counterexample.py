@@ -21,6 +21,8 @@ class Counterexample:
     culprit: str | None = None
     #: sizes among the op's literals or results that it has neither in the plan nor in the original
     strange: frozenset[int] = frozenset()
+    #: the tp rank that applies the model so
+    rank: int = 0
 
 
 def blame(

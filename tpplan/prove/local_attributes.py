@@ -20,7 +20,7 @@ from tpplan.layouts.rules import takes_sizes
 from tpplan.plan.plan import ATTRIBUTE, SHAPE, SizePlan
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.whole_shapes import whole_shapes
-from tpplan.trace.hooks.nested_integers import integers_within, path_text
+from tpplan.trace.hooks.nested_integers import integers_within, parse_path, path_text
 
 #: steps inside an attribute at which sizes are looked for
 MOST_DEEP = 3
@@ -63,10 +63,14 @@ def _choices(
     assignment: Assignment, module: nn.Module, name: str, growing: Container[tuple[str, int]] | None
 ) -> Iterator[frozenset[SizePlan]]:
     """Yields the sets of sizes to try, in this order: attributes that are sizes of dims that views make; those of any
-    dim; those of views with integers inside attributes, ever deeper; those of one size that views make; shapes."""
+    dim; those of views with integers inside attributes, ever deeper; those inside one attribute alone, where another
+    has the same number for something else; those of one size that views make; shapes."""
     of_views, of_all = (frozenset(_sharded_sizes(assignment, name, all_dims)) for all_dims in (False, True))
     for sizes, depth in ((of_views, 0), (of_all, 0), *((of_views, depth) for depth in range(1, MOST_DEEP + 1))):
         yield frozenset(_attributes(module, sizes, depth, assignment.tp))
+    inside = frozenset(_attributes(module, of_views, MOST_DEEP, assignment.tp))
+    for attribute in vars(module):
+        yield frozenset(size for size in inside if _attribute_of(size) == attribute)
     for size in sorted(of_views):
         yield frozenset(_attributes(module, frozenset({size}), 0, assignment.tp))
     if growing is not None:
@@ -91,6 +95,12 @@ def _attributes(module: nn.Module, sizes: frozenset[int], depth: int, tp: int) -
             if number in sizes and number % tp == 0:
                 call = ATTRIBUTE + path_text(path)
                 yield SizePlan(call=call, of=(), count=1, position=0, written=number, local=number // tp)
+
+
+def _attribute_of(size: SizePlan) -> str | int:
+    """The name of the module's attribute that has a size, in itself or inside it."""
+    (name, _), *_ = parse_path(size.call.removeprefix(ATTRIBUTE))
+    return name
 
 
 def _sharded_sizes(assignment: Assignment, module: str, all_dims: bool) -> Iterator[int]:

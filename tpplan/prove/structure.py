@@ -80,13 +80,12 @@ class Original:
         return -1 if problem.node is None else self._places[problem.node.name]
 
     def ran_before(self, problem: Counterexample) -> frozenset[str]:
-        """Modules whose own code ran as it must: all of its ops are before the node that differs."""
+        """Modules whose own code ran as it must: it has ended before the node that differs."""
         if problem.node is None:
             return frozenset()
-        place = self._places[problem.node.name]
-        ops = self.assignment.graph.ops
-        later = {op.module for op in ops if self._places[op.name] >= place}
-        return frozenset({op.module for op in ops} - later)
+        place, nodes = self._places[problem.node.name], self.assignment.graph.nodes
+        later = {"", *(node.module for node in nodes[place:])}
+        return frozenset({node.module for node in nodes} - later)
 
     def without(self, fewer: FewerLayers) -> "Original":
         """The model without some layers."""
@@ -135,16 +134,18 @@ class Original:
         return difference(self.nodes, applied)
 
 
-def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -> Plan | Counterexample:
+def check_structure(original: Original, plan: Plan, *, trial_on: int | None = None) -> Plan | Counterexample:
     """The plan with the sizes that it must replace so that its applied model runs the original's ops; else the first
-    difference that no size accounts for. In a trial, layers that may be left out are."""
+    difference that no size accounts for. A trial is on one rank alone, and layers that may be left out are."""
     ranks, fewer = _ranks(plan), FewerLayers.of(original.assignment.graph, digest_of(plan))
+    if trial_on is not None:
+        ranks = tuple(rank for rank in ranks if rank == trial_on)
     if not (ranks and fewer.standing):
         return _checked(original, original, plan, ranks)
     short = original.without(fewer)
     checked = _checked(original, short, plan, ranks)
     if isinstance(checked, Plan):
-        return checked if is_trial else _checked(original, original, checked, ranks[:1])
+        return checked if trial_on is not None else _checked(original, original, checked, ranks[:1])
     # Whatever the plan: found once for these layers.
     key = Original.is_faithful, frozenset(fewer.standing.items())
     is_faithful = original.assignment.graph.once(key, lambda: short.is_faithful)
@@ -160,8 +161,8 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
     for rank in ranks:
         differences: list[Counterexample] = []
         while found := compared.difference(rank, plan):
-            if found.node is not None:
-                found = replace(found, node=original.nodes_by_name[found.node.name])
+            own = original.nodes_by_name[found.node.name] if found.node is not None else None
+            found = replace(found, node=own, rank=rank)
             if found.culprit is not None:
                 return found
             differences.append(found)

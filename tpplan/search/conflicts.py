@@ -10,11 +10,13 @@ rank, which do not show how a value came to be whole or a slice.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
+from torch import nn
+
 from tpplan import solvers
 from tpplan.core.errors import SolverError, TpplanError
-from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import local_shape
-from tpplan.core.repeated_blocks import members
+from tpplan.core.repeated_blocks import like_modules, members
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider
@@ -25,6 +27,7 @@ from tpplan.prove.counterexample import Counterexample, local_sizes
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Conflict, Problem, Resource, linear_term
+from tpplan.stages.stage_model import layer_class
 
 #: most sets of choices that are tried for a counterexample; a set larger than necessary is sound and forbids less
 MOST_TRIALS = 24
@@ -50,36 +53,61 @@ def conflict_of(
     return finder.choices(assignment.deciders)
 
 
-def in_like_blocks(graph: ModelGraph, choices: Choices) -> Iterator[Choices]:
-    """Yields the choices, and where all of one repeated block, the corresponding choices in each block like it, which
-    runs the same code; choices outside of blocks stay as they are."""
+def in_like_modules(graph: ModelGraph, choices: Choices, model: nn.Module) -> Iterator[Choices]:
+    """Yields the choices, and the corresponding choices in each module that runs the same code: like the one that all
+    choices are in, and of its class, or else like the one repeated block that some of them are in, where the others
+    stay as they are."""
     yield choices
-    places, names = graph.once(in_like_blocks, lambda: _places(graph))
-    blocks = {places[name][:2] for name in choices if name in places}
-    if len(blocks) != 1:
-        return
-    ((kind, own),) = blocks
-    for other in graph.blocks[kind].names:
-        images = {name: names.get((kind, other, places[name][2]), "") if name in places else name for name in choices}
-        if other != own and all(images.values()):
+    module, others = _module_around(graph, choices)
+    own, classes = _places(graph, module), _classes(model, module)
+    for other in (other for other in others if _classes(model, other) == classes):
+        names = {place: name for name, place in _places(graph, other).items()}
+        images = {name: names.get(own[name], "") if name in own else name for name in choices}
+        if all(images.values()):
             yield {images[name]: group for name, group in choices.items()}
 
 
-#: place of a decision in a repeated block: the block's number, the module of the block, the position in it
-_Place = tuple[int, str, Hashable]
+def _module_around(graph: ModelGraph, choices: Choices) -> tuple[str, tuple[str, ...]]:
+    """The innermost module that has all of the choices, or the one repeated block that has some, and modules like it;
+    the root and none where there is neither."""
+    within_all = [
+        module
+        for module in graph.nodes_by_module
+        if module not in ("", LOSS_SCOPE) and choices.keys() <= _places(graph, module).keys()
+    ]
+    if within_all:
+        module = max(within_all, key=len)
+        return module, like_modules(graph, module)
+    found = {
+        name: block.names
+        for block in graph.blocks
+        for name in block.names
+        if choices.keys() & _places(graph, name).keys()
+    }
+    if len(found) != 1:
+        return "", ()
+    ((module, names),) = found.items()
+    return module, tuple(name for name in names if name != module)
 
 
-def _places(graph: ModelGraph) -> tuple[dict[str, _Place], dict[_Place, str]]:
-    """The place of each decision in repeated blocks, and the decision at each place."""
-    found: dict[str, _Place] = {}
-    for kind, block in enumerate(graph.blocks):
-        for own in block.names:
-            for i, node in enumerate(members(graph, own)):
-                found[node.name] = kind, own, i
-                if isinstance(node, Op):
-                    reads = range(len(node.operands))
-                    found |= {reading_name(node, position): (kind, own, (i, position)) for position in reads}
-    return found, {place: name for name, place in found.items()}
+def _classes(model: nn.Module, module: str) -> list[tuple[str, type[nn.Module]]]:
+    """The names and classes of a module and those inside it."""
+    return [(name, layer_class(own)) for name, own in model.get_submodule(module).named_modules()]
+
+
+def _places(graph: ModelGraph, module: str) -> Mapping[str, Hashable]:
+    """The places of a module's decisions among its nodes, by name."""
+
+    def found() -> dict[str, Hashable]:
+        places: dict[str, Hashable] = {}
+        for i, node in enumerate(members(graph, module)):
+            places[node.name] = i
+            if isinstance(node, Op):
+                places |= {reading_name(node, position): (i, position) for position in range(len(node.operands))}
+        return places
+
+    made: dict[str, Hashable] = graph.once((_places, module), found)
+    return made
 
 
 class _Finder:

@@ -20,7 +20,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import Check, conflict_of, in_like_blocks, nearest
+from tpplan.search.conflicts import Check, conflict_of, in_like_modules, nearest
 from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
@@ -36,14 +36,14 @@ MOST_SHOWN = 3
 
 
 def put_to_proof(
-    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment, *, is_trial: bool = False
+    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment, *, trial_on: int | None = None
 ) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
-    of choices need not compare all layers."""
+    of choices is on one tp rank, and need not compare all layers."""
     subject = solver.request.subject
     original = traced.original(assignment, subject, GrowingDims(solver.traces, traced))
     with subject.planning():
-        checked = check_structure(original, plan, is_trial=is_trial)
+        checked = check_structure(original, plan, trial_on=trial_on)
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, assignment) or checked
@@ -71,7 +71,7 @@ def forbid(
     traced: Traced,
     plan: Plan,
 ) -> None:
-    """Forbids the choices that together make a counterexample, in all like blocks; after PATIENCE in the code of one
+    """Forbids the choices that together make a counterexample, in all like modules; after PATIENCE in the code of one
     class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame.
 
     The assignment nearest to the refuted one is put to the proof too: a counterexample that it has in the code of a
@@ -80,8 +80,10 @@ def forbid(
     if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}; plan with --tp 1")
 
+    rank = found.rank if isinstance(found, Counterexample) else 0
+
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
-        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, is_trial=True)
+        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, trial_on=rank)
         return None if isinstance(checked, Plan) else checked
 
     _forbid_one(solver, found, assignment, formulation, traced, check)
@@ -100,7 +102,8 @@ def _forbid_one(
     """Forbids the choices of an assignment that make its counterexample, or guesses, as `forbid`."""
     tp, cuts = formulation.mesh.tp, solver.cuts
     logger.info("counterexample on tp %d: %s", tp, found.message)
-    together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
+    conflict = conflict_of(found, assignment, formulation, check)
+    together = tuple(in_like_modules(traced.graph, conflict, traced.model))
     cuts.note(_refuted(formulation, found.message, together))
     for choices in together:
         if len(choices) > 1:
