@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, joined_name, within
+from tpplan.core.graph import LOSS_SCOPE, Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, joined_name, within
 
 
 def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> ModelGraph:
@@ -39,7 +39,8 @@ def like_modules(graph: ModelGraph, module: str) -> tuple[str, ...]:
     def found() -> tuple[str, ...]:
         parameters = {source.result: source.label for source in graph.sources}
         own, size = _labelled(graph, parameters, module), len(members(graph, module))
-        others = (name for name, nodes in graph.nodes_by_module.items() if len(nodes) == size and name != module)
+        scopes = graph.nodes_by_module.items()
+        others = (name for name, nodes in scopes if len(nodes) == size and name not in (module, LOSS_SCOPE))
         return tuple(name for name in others if _labelled(graph, parameters, name) == own)
 
     made: tuple[str, ...] = graph.once((like_modules, module), found)

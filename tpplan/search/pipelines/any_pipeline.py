@@ -19,7 +19,7 @@ from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.solve_stages import Search, why_no_parts
+from tpplan.search.pipelines.solve_stages import TOO_SLOW, Search, why_no_parts
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
@@ -65,11 +65,11 @@ def solve_any(
     )
     best, left = _fastest(solver, whole, progress)
     if best is None:
-        return _saying(whole or solve_request(request, options, reuse, prove=prove), left)
+        return _saying(whole or solve_request(request, options, reuse, prove=prove), (TOO_SLOW, *left))
     shape, degrees = best
     found = Search(solver=solver, shape=shape, progress=progress).found(prove=prove, degrees=degrees)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
-        return _saying(whole, left)
+        return _saying(whole, (TOO_SLOW, *left))
     return _saying(found, left)
 
 

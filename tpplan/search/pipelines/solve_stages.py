@@ -25,10 +25,14 @@ from tpplan.solvers.problem import Status
 
 #: times that layers are moved between stages
 MOST_MOVES = 4
+#: what a plan says of pipelines that were left out without a bound
+TOO_SLOW = (
+    f"several stages on a GPU where plans that keep more must save over {MOST_HASTENED:.0%} and a layer recomputed"
+)
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
+    TOO_SLOW,
     "micro-batches above one that is slower than the one below it",
-    f"several stages on a GPU where plans that keep more must save over {MOST_HASTENED:.0%} and a layer recomputed",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "zero-bubble schedules; stages of different tp or fsdp degrees",
