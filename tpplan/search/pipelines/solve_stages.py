@@ -26,7 +26,9 @@ from tpplan.solvers.problem import Status
 #: times that layers are moved between stages
 MOST_MOVES = 4
 #: what a plan says of pipelines that were left out without a bound
-TOO_SLOW = f"several stages on a GPU whose first plans are slower by over {MOST_HASTENED:.0%} and the recomputation of a layer each"
+TOO_SLOW = (
+    f"several stages on a GPU, first plans of which are over {MOST_HASTENED:.0%} and a layer's recomputation slower"
+)
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
     TOO_SLOW,
