@@ -128,8 +128,8 @@ class AllStages:
         _, _, layers = kind
         again = _MOST_AGAIN
         if (plan := own.get(kind)) is not None and (fastest := self._fastest(kind)) is not None:
-            again = 1 - fastest.predicted.step_time_s / plan.predicted.step_time_s
-        return least / (1 - MOST_HASTENED - again / layers)
+            again = max(0.0, 1 - fastest.predicted.step_time_s / plan.predicted.step_time_s)
+        return least / (1 - MOST_HASTENED) / (1 - again / layers)
 
     def _fastest(self, kind: Kind, cutoff_s: float = math.inf) -> Plan | None:
         """The fastest plan of a kind of stages, with one micro-batch in flight; None where it does not fit. Raises
