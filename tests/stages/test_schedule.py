@@ -1,7 +1,9 @@
 """The orders of schedules against torch's own, and the seconds of a step against known formulas."""
 
 import itertools
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,3 +138,21 @@ def test_micro_batches_in_flight() -> None:
         assert max(counts[0] for _, counts in kept_during(order, 4)) == 4 - rank
     for rank, order in enumerate(orders(Schedule.INTERLEAVED, 4, 3, 8)):
         assert max(sum(counts) for _, counts in kept_during(order, 4)) == 2 * 4 + 2 * (3 - rank) + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_of_slower_stages_is_no_shorter(seed: int) -> None:
+    """Floors of a search simulate the least seconds of stages, and rest on it."""
+    draw = random.Random(seed)
+    for _ in range(10):
+        parts, virtual = draw.choice([2, 3, 4]), draw.choice([2, 3, 4])
+        every = orders(Schedule.INTERLEAVED, parts, virtual, parts * draw.choice([1, 2, 4]))
+        least = [
+            StageTimes(forward_s=draw.random(), backward_s=2 * draw.random(), send_s=draw.choice([0.0, 0.01, 0.3]))
+            for _ in range(parts * virtual)
+        ]
+        slower = [
+            replace(one, forward_s=one.forward_s * (1 + draw.random()), backward_s=one.backward_s * (1 + draw.random()))
+            for one in least
+        ]
+        assert seconds_of(every, slower) >= seconds_of(every, least) * (1 - 1e-12)

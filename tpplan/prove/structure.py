@@ -238,8 +238,9 @@ class _Differing:
         if not isinstance(node, Op) or node.module == LOSS_SCOPE:
             return iter(())
         cls, graph = type(self.model.get_submodule(node.module)), self.assignment.graph
-        alike = (op for op in graph.ops if op.target == node.target and op.module not in (LOSS_SCOPE, *self.done))
-        return (op for op in alike if type(self.model.get_submodule(op.module)) is cls)
+        alike = (op for op in graph.ops if op.target == node.target and op.module not in self.done)
+        others = (op for op in alike if op.module != LOSS_SCOPE)
+        return (op for op in others if type(self.model.get_submodule(op.module)) is cls)
 
 
 def _sizes_of(

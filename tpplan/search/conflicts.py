@@ -14,7 +14,7 @@ from torch import nn
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, TpplanError
-from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, enclosing, within
 from tpplan.core.layout import local_shape
 from tpplan.core.repeated_blocks import like_modules, members
 from tpplan.costs.step.formulate import Formulation
@@ -27,7 +27,7 @@ from tpplan.prove.counterexample import Counterexample, local_sizes
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Conflict, Problem, Resource, linear_term
-from tpplan.stages.stage_model import layer_class
+from tpplan.stages.like_modules import are_alike
 
 #: most sets of choices that are tried for a counterexample; a set larger than necessary is sound and forbids less
 MOST_TRIALS = 24
@@ -55,12 +55,14 @@ def conflict_of(
 
 def in_like_modules(graph: ModelGraph, choices: Choices, model: nn.Module) -> Iterator[Choices]:
     """Yields the choices, and the corresponding choices in each module that runs the same code: like the one that all
-    choices are in, and of its class, or else like the one repeated block that some of them are in, where the others
-    stay as they are."""
+    choices are in, or else like the one repeated block that some of them are in, where the others stay as they are. A
+    like module outside of the block's siblings has equal attributes too."""
     yield choices
     module, others = _module_around(graph, choices)
-    own, classes = _places(graph, module), _classes(model, module)
-    for other in (other for other in others if _classes(model, other) == classes):
+    own, siblings = _places(graph, module), _in_siblings(graph, module)
+    for other in others:
+        if other not in siblings and not are_alike(model.get_submodule(module), model.get_submodule(other)):
+            continue
         names = {place: name for name, place in _places(graph, other).items()}
         images = {name: names.get(own[name], "") if name in own else name for name in choices}
         if all(images.values()):
@@ -90,9 +92,10 @@ def _module_around(graph: ModelGraph, choices: Choices) -> tuple[str, tuple[str,
     return module, tuple(name for name in names if name != module)
 
 
-def _classes(model: nn.Module, module: str) -> list[tuple[str, type[nn.Module]]]:
-    """The names and classes of a module and those inside it."""
-    return [(name, layer_class(own)) for name, own in model.get_submodule(module).named_modules()]
+def _in_siblings(graph: ModelGraph, module: str) -> frozenset[str]:
+    """The modules at the place of a module in the siblings of the repeated block that it is in."""
+    blocks = ((block, name) for block in graph.blocks for name in block.names if within(module, name))
+    return frozenset(other + module.removeprefix(name) for block, name in blocks for other in block.names)
 
 
 def _places(graph: ModelGraph, module: str) -> Mapping[str, Hashable]:

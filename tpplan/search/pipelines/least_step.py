@@ -42,16 +42,21 @@ class LeastStep:
 
     def seconds(self, own: Mapping[Kind, Plan]) -> float:
         """Seconds that no step is below in which stages of some kinds have plans."""
+        found = least_step_s(*self._seconds(own), self.shape)
+        return found if self.shape.virtual_stages == 1 else max(found, self.simulated({}))
+
+    def simulated(self, own: Mapping[Kind, Plan]) -> float:
+        """Seconds of an interleaved step, simulated, in which stages of some kinds have plans. No bound but without
+        plans: slower ones that recompute more have shorter forwards, and with these a step was up to 0.8 % shorter in
+        2 of 4,000 random pipelines."""
         steps_s, each_s = self._seconds(own)
-        if self.shape.virtual_stages == 1:
-            return least_step_s(steps_s, each_s, self.shape)
         steps, times = self._steps, []
         for kind, stage, seconds in zip(self.kinds, self.stages, each_s, strict=True):
             send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
             plan = own.get(kind)
             times.append(split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, steps, send_s))
         once = [step - steps * one for step, one in zip(steps_s, each_s, strict=True)]
-        return max(least_step_s(steps_s, each_s, self.shape), simulated_s(times, once, self.shape, steps))
+        return simulated_s(times, once, self.shape, steps)
 
     def most_of(self, kind: Kind, own: Mapping[Kind, Plan], least: float) -> float:
         """Seconds of a step of a stage of some kind above which no step is below `least`, where stages of other kinds

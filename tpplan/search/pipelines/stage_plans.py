@@ -131,6 +131,12 @@ class AllStages:
             again = max(0.0, 1 - fastest.predicted.step_time_s / plan.predicted.step_time_s)
         return least / (1 - MOST_HASTENED) / (1 - again / layers)
 
+    def _expected(self, own: Mapping[Kind, Plan]) -> float:
+        """Seconds of a step in which stages of some kinds have plans: a bound, or with several stages a rank, whose bar
+        is an assumption, the longer of that and a simulation."""
+        found = self._bounds.seconds(own)
+        return found if self.shape.virtual_stages == 1 else max(found, self._bounds.simulated(own))
+
     def _fastest(self, kind: Kind, cutoff_s: float = math.inf) -> Plan | None:
         """The fastest plan of a kind of stages, with one micro-batch in flight; None where it does not fit. Raises
         NotFasterError where it takes longer than `cutoff_s`."""
@@ -176,7 +182,7 @@ class AllStages:
             if plan is None:
                 return None
             own[kind] = plan
-            if least < math.inf and self._bounds.seconds(own) >= self._bar(least, own):
+            if least < math.inf and self._expected(own) >= self._bar(least, own):
                 raise NotFasterError
         return self._settled([own[self.kind(stage)] for stage in self.stages])
 
