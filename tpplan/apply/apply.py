@@ -106,7 +106,8 @@ def apply_plan(
     if isinstance(loaded, Plan):
         mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
         over_tp = mesh_for(loaded, mesh)
-        return _applied(model, loaded, mesh, originals, compile=compile, check=reaction, over_tp=over_tp)
+        experts = experts_mesh([loaded], device_type)
+        return _applied(model, loaded, mesh, originals, experts, compile=compile, check=reaction, over_tp=over_tp)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
@@ -137,13 +138,14 @@ def _in_stages(
     raise_on_all_ranks(error, PlanMismatchError)
     mesh = everywhere[_AXES]
     over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
+    experts = experts_mesh(loaded.stages, everywhere.device_type, loaded.parts)
     group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
-        _applied(part, plan, mesh, own, compile=compile, check=check, group=group, over_tp=over_tp)
+        _applied(part, plan, mesh, own, experts, compile=compile, check=check, group=group, over_tp=over_tp)
     if len(parts) > 1:
         joined(model, parts)
-        keep_mesh(model, mesh)
+        keep_mesh(model, mesh, experts, over_tp)
     run_in_stages(model, parts, loaded, everywhere)
     return model
 
@@ -153,14 +155,15 @@ def _applied(
     loaded: Plan,
     mesh: DeviceMesh,
     originals: Originals,
+    experts: DeviceMesh | None,
     *,
     compile: bool,
     check: OnMismatch,
     group: dist.ProcessGroup | None = None,
     over_tp: DeviceMesh | None = None,
 ) -> nn.Module:
-    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default. `over_tp` is
-    the mesh of FSDP units over shard and tp."""
+    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default. `experts` is
+    the mesh of divided experts, `over_tp` that of FSDP units over shard and tp."""
     device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
@@ -172,7 +175,7 @@ def _applied(
         return model
     fold_forwards(model)
     _keep_hooks(model, loaded)
-    of_experts = experts_mesh(loaded, device_type)
+    of_experts = experts if loaded.experts is not None else None
     if of_experts is not None:
         divide_experts(model, loaded, of_experts)
     lay_out(model, loaded, mesh[Axis.TP], of_experts)

@@ -5,6 +5,8 @@ The shard axis of the mesh is taken apart in two: `ep`, ranks with different exp
 other weights are on (replicate, shard, tp): torch's clip_grad_norm_ takes one mesh, tpplan.clip_grad_norm_ both.
 """
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,16 +18,21 @@ from tpplan.experts.exchange import EpGroup
 from tpplan.experts.expert_share import ExpertShare, take_share
 from tpplan.plan.plan import Plan
 
+#: the name of the mesh axis of parts of the ranks that hold different stages
+_PARTS = "part"
 _AXES = (Axis.REPLICATE, Axis.EXPERT_SHARD, Axis.EP, Axis.TP)
 
 
-def experts_mesh(plan: Plan, device_type: str) -> DeviceMesh | None:
-    """The mesh of experts' weights, of all ranks; None for a plan that divides no experts."""
-    if plan.experts is None:
+def experts_mesh(plans: Sequence[Plan], device_type: str, parts: int = 1) -> DeviceMesh | None:
+    """The mesh of experts' weights, of all ranks, or of this rank's of `parts` equal parts; None where none of the
+    plans of stages divides experts."""
+    plan = next((plan for plan in plans if plan.experts is not None), None)
+    if plan is None:
         return None
-    return init_device_mesh(
-        device_type, tuple(plan.mesh.size(axis) for axis in _AXES), mesh_dim_names=tuple(map(str, _AXES))
-    )
+    sizes, names = [plan.mesh.size(axis) for axis in _AXES], tuple(map(str, _AXES))
+    if parts == 1:
+        return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=names)
+    return init_device_mesh(device_type, (parts, *sizes), mesh_dim_names=(_PARTS, *names))[names]
 
 
 def divide_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

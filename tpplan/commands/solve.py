@@ -198,8 +198,8 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
     from tpplan.search.pipelines.solve_stages import solve_stages
     from tpplan.search.points.options import Cluster, Options
 
-    if args.top > 1 or args.ep not in (None, 1):
-        raise UsageError("--pp: --top and --ep are for models in one stage; leave them out")
+    if args.top > 1:
+        raise UsageError("--pp: --top is for models in one stage; leave it out")
     batch = ("global_batch", "seq_len", "micro_batch")
     training = training_options(args, model)
     with model.locating(), bars(STAGE_COLUMNS) as progress:
@@ -217,6 +217,7 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
                 unused_outputs=tuple(model.unused_outputs),
                 tp=args.tp,
                 fsdp=args.fsdp,
+                ep=args.ep,
                 memory_limit_bytes=args.memory_limit,
                 solver=args.solver,
                 time_limit_s=args.time_limit,

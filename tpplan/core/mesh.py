@@ -8,7 +8,7 @@ ranks of shard and tp together are adjacent too: over them FSDP shards units who
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tpplan.core.errors import IndivisibleError, UsageError
@@ -81,6 +81,11 @@ class Mesh:
                 return self.shard // self.ep
             case Axis.SHARD_TP:
                 return self.shard * self.tp
+
+    @property
+    def without_experts(self) -> "Mesh":
+        """The mesh of ranks that divide no experts."""
+        return replace(self, ep=1)
 
     @property
     def num_gpus(self) -> int:

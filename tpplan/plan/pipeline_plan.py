@@ -92,6 +92,11 @@ class PipelinePlan:
         return self.parts * self.ranks_per_stage
 
     @property
+    def ep(self) -> int:
+        """Number of ranks of a stage that divide its experts; a stage without experts has 1 in its own plan."""
+        return max(plan.mesh.ep for plan in self.stages)
+
+    @property
     def ranks_per_stage(self) -> int:
         """Number of GPUs of a stage."""
         return self.stages[0].mesh.num_gpus
@@ -165,8 +170,10 @@ class PipelinePlan:
             first = self.stages[0]
             if (plan.batch, plan.precision) != (first.batch, first.precision):
                 raise PlanError(f"{where}: batch or precision differ from those of stages[0]")
-            if plan.mesh != first.mesh:
+            if plan.mesh.without_experts != first.mesh.without_experts:
                 raise PlanError(f"{where}.mesh_degrees: {plan.mesh} is not that of stages[0], {first.mesh}")
+            if plan.mesh.ep not in (1, self.ep):
+                raise PlanError(f"{where}.mesh_degrees: experts over {plan.mesh.ep} ranks, in another stage {self.ep}")
             before = self.stages[index - 1].stage if index else None
             if before is not None and (before.sends, before.last) != (stage.receives, stage.received):
                 raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")

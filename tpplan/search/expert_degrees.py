@@ -47,27 +47,9 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
     """The solver and points of each number of ranks inside a node that the model's experts allow. Raises UsageError
     where `options` asks for one that they do not."""
     traced = solver.traces.traced(min(point.micro_batch for point in points))
-    calls = find_experts(traced.graph)
     most = max(point.shard for point in points)
-    per_node = solver.request.cluster.gpus_per_node
-    shared = math.gcd(per_node, *(call.experts for call in calls.values())) if calls else 1
-    asked = (options.ep,) if options.ep is not None else tuple(divisors(shared))
-    if options.ep is not None and not calls:
-        raise UsageError(
-            f"--ep {options.ep}: no module is called as experts are (once a forward, with rows [T, D], an index [T, K] "
-            "of integers and a weight [T, K]; its weights have a slice for each expert, and are no other module's): "
-            "leave --ep out"
-        )
     found: dict[int, tuple[PointSolver, list[Point]]] = {}
-    for ep in reversed(asked):  # the search looks at the largest first
-        if ep == 1 or ep > most:
-            continue
-        if why := _why_not(traced, calls, ep):
-            if options.ep is not None:
-                raise UsageError(f"--ep {ep}: {why}")
-            logger.info("experts are not divided among %d ranks: %s", ep, why)
-            continue
-        division = Division(ep, options.expert_imbalance, tuple(calls.items()))
+    for ep, division in divisions_of(traced, options, solver.request.cluster.gpus_per_node, most).items():
         request = replace(solver.request, subject=replace(solver.request.subject, experts=division))
         relatives = tuple(known.traces for known, _ in found.values())[:2]
         traces = replace(solver.traces, subject=request.subject, relatives=relatives)
@@ -83,6 +65,32 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
         raise UsageError(
             f"--ep {options.ep}: at most {most} ranks shard the model here; experts are divided among them"
         )
+    return found
+
+
+def divisions_of(traced: Traced, options: Options, gpus_per_node: int, most: int) -> dict[int, Division]:
+    """How a model's experts may be divided among each number of ranks inside a node, above 1 and up to `most`, or among
+    the asked number; the largest first, at which the search looks first. Raises UsageError where `options` asks for
+    one that the model does not allow."""
+    calls = find_experts(traced.graph)
+    shared = math.gcd(gpus_per_node, *(call.experts for call in calls.values())) if calls else 1
+    asked = (options.ep,) if options.ep is not None else tuple(divisors(shared))
+    if options.ep is not None and not calls:
+        raise UsageError(
+            f"--ep {options.ep}: no module is called as experts are (once a forward, with rows [T, D], an index [T, K] "
+            "of integers and a weight [T, K]; its weights have a slice for each expert, and are no other module's): "
+            "leave --ep out"
+        )
+    found: dict[int, Division] = {}
+    for ep in reversed(asked):
+        if ep == 1 or ep > most:
+            continue
+        if why := _why_not(traced, calls, ep):
+            if options.ep is not None:
+                raise UsageError(f"--ep {ep}: {why}")
+            logger.info("experts are not divided among %d ranks: %s", ep, why)
+            continue
+        found[ep] = Division(ep, options.expert_imbalance, tuple(calls.items()))
     return found
 
 

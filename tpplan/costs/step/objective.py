@@ -243,13 +243,15 @@ class Objective:
                 yield stands.get(source.label, ""), names, own.parameter(source, own.gradients)
 
     def _accumulation(self) -> Iterator[Term]:
-        """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard, or all."""
-        rate = self.setting.seconds_per_moved_byte
-        ranks = 1 if self.setting.whole_gradients else self.mesh.shard
+        """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard, or all of its
+        own experts and of what else it computes with."""
+        rate, own = self.setting.seconds_per_moved_byte, self.parameter_bytes
+        is_whole = self.setting.whole_gradients
+        ranks = 1 if is_whole else self.mesh.shard
         if more := self.setting.accumulation_steps - 1:
-            for expression in self.parameter_bytes.by_placement((1.0, self.parameter_bytes.gradients)):
+            for expression in own.by_placement((1.0, own.gradients), is_own=is_whole):
                 yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * more * rate / ranks)
-            if not self.setting.whole_gradients:
+            if not is_whole:
                 yield from self._over_tp(ACCUMULATION, MOVED * more * rate, (1.0, self.parameter_bytes.gradients))
 
     def _optimizer(self) -> Iterator[Term]:

@@ -98,16 +98,18 @@ class ParameterBytes:
         """Bytes of the gradient as backward makes it, in the dtype of forward; 0 for a frozen parameter."""
         return self.computed(source) * source.trainable
 
-    def by_placement(self, *shares: tuple[float, BytesOf]) -> Iterator[Expression]:
-        """Bytes of all parameters: an expression for each deciding placement, one for parameters that nothing reads."""
-        whole = self.of(None, *shares)
+    def by_placement(self, *shares: tuple[float, BytesOf], is_own: bool = False) -> Iterator[Expression]:
+        """Bytes of all parameters, with the experts of all ranks, or with `is_own` of a rank's own: an expression for
+        each deciding placement, one for parameters that nothing reads."""
+        whole = self.of(None, *shares, ep=0 if is_own else 1)
         yield Expression(constant=whole.constant)
         for term in whole.terms:
             yield Expression(terms=(term,))
 
     def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf], ep: int = 1) -> Expression:
         """Bytes of those parameters of a unit whose experts `ep` ranks divide, the sum of share times bytes over
-        `shares`. Where the unit is None, of all parameters with the experts of all ranks."""
+        `shares`. Where the unit is None, of all parameters: with the experts of all ranks, or where ep is 0 with a
+        rank's own."""
         names = tuple((share, bytes_of.__name__) for share, bytes_of in shares)
         return self.priced.once(("bytes", names, self._key(unit, ep), self.ranks), lambda: self._sum(unit, shares, ep))
 
@@ -133,6 +135,8 @@ class ParameterBytes:
     def _alike(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Counter[Parameter]:
         """The parameters that `of` counts, equal ones counted."""
         space = self.priced.space
+        if unit is None and not ep:
+            return Counter(_parameter(space, own, bytes_of) for own in space.graph.parameters)
         if unit is None:
             return Counter(_parameter(space, own, lambda s: s.ep * bytes_of(s)) for own in space.graph.parameters)
         return Counter(_parameter(space, own, bytes_of) for own in unit.parameters if own.ep == ep)

@@ -60,7 +60,7 @@ def solve_any(
         example_inputs=example_inputs,
         cluster=cluster,
         batch=batch,
-        options=replace(options, all_gpus=True, ep=1),
+        options=replace(options, all_gpus=True),
         reuse=reuse,
     )
     best, left = _fastest(solver, whole, progress)

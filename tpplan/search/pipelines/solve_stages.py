@@ -6,6 +6,7 @@ move from the slowest rank to the fastest while that makes a step shorter, and t
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
@@ -36,7 +37,7 @@ UNSEARCHED = (
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "zero-bubble schedules; stages of different tp or fsdp degrees",
-    "tied weights over two stages, and experts divided over ranks of a stage",
+    "tied weights over two stages",
 )
 
 
@@ -69,7 +70,7 @@ def solve_stages(
         example_inputs=example_inputs,
         cluster=cluster,
         batch=Batch(global_batch, micro_batch, seq_len),
-        options=replace(options, all_gpus=True, ep=1),
+        options=replace(options, all_gpus=True),
     )
     shape = PipelineShape(parts=stages, virtual_stages=virtual_stages)
     return Search(solver=solver, shape=shape, progress=progress).found(prove=prove)
@@ -110,7 +111,8 @@ class Search:
     progress: Progress | None
 
     def degrees(self) -> list[Degrees]:
-        """All tp degrees inside a node with all micro-batches of which the schedule can run as many as there are."""
+        """All tp degrees inside a node, numbers of ranks that may divide experts, and micro-batches of which the
+        schedule can run as many as there are."""
         solver, shape = self.solver, self.shape
         own, batch, options = solver.gpus(shape), solver.batch, solver.options
         every = (options.tp,) if options.tp else tp_degrees(own.gpus, own.gpus_per_node, across_nodes=False)
@@ -131,7 +133,25 @@ class Search:
                 f"of a global batch of {batch.global_batch} to each rank that the schedule can run: take fewer stages "
                 f"or a larger batch{f' ({why})' if why else ''}"
             )
-        return found
+        return list(self._divided(found))
+
+    def _divided(self, degrees: Sequence[Degrees]) -> Iterator[Degrees]:
+        """Yields the degrees with each number of ranks that may divide experts. Raises UsageError for an asked number
+        that the model or the ranks of a stage do not allow."""
+        gpus, asked = self.solver.gpus(self.shape).gpus, self.solver.options.ep
+        is_none = True
+        for tp, own in groupby(degrees, key=attrgetter("tp")):
+            every, ranks = list(own), gpus // tp
+            for ep in self.solver.expert_degrees(every[0].micro_batch, ranks):
+                if ranks % ep == 0 and every[0].fsdp % ep == 0:
+                    is_none = False
+                    yield from (replace(one, ep=ep) for one in every)
+        if is_none:
+            raise UsageError(
+                f"{self.shape.option} --ep {asked}: {gpus} GPUs a stage have no tp degree that leaves a multiple of "
+                f"{asked} ranks{', of which --fsdp is one' if self.solver.options.fsdp else ''}: take fewer stages, or "
+                "another --ep"
+            )
 
     def tried(self, degrees: Degrees, least: float = math.inf) -> tuple[float, Degrees]:
         """Seconds of a step, and the degrees with the FSDP degree that one stage chooses, or the next one that fits.
@@ -141,7 +161,8 @@ class Search:
         if decided is None:
             return math.inf, degrees
         ranks = self.solver.gpus(self.shape).gpus // degrees.tp
-        larger = [] if degrees.fsdp else [shard for shard in divisors(ranks) if shard > decided.fsdp]
+        every = () if degrees.fsdp else divisors(ranks)
+        larger = [shard for shard in every if shard > decided.fsdp and shard % degrees.ep == 0]
         for shard in (decided.fsdp, *larger):
             own = replace(decided, fsdp=shard)
             plans = AllStages.of(self.solver, self.shape, sizes, own).plans(least)
@@ -177,18 +198,19 @@ class Search:
         floors = self._floors(least)
         found: dict[Degrees, _Found] = {}
         first = min(floors, key=floors.__getitem__)
-        for done, (_, own) in enumerate(chain([(0, [first])], groupby(floors, key=attrgetter("tp")))):
-            self._report("solve", done, 1 + len({degrees.tp for degrees in floors}))
-            of_tp = math.inf
+        kind = attrgetter("tp", "ep")
+        for done, (_, own) in enumerate(chain([((0, 0), [first])], groupby(floors, key=kind))):
+            self._report("solve", done, 1 + len(set(map(kind, floors))))
+            of_kind = math.inf
             for degrees in own:
                 if degrees not in found:
                     is_slower = floors[degrees] >= least
                     found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, least)
                     least = min(least, found[degrees][0])
                 seconds, way = found[degrees]
-                if way is not None and of_tp < seconds:
+                if way is not None and of_kind < seconds:
                     break
-                of_tp = of_tp if way is None else seconds
+                of_kind = of_kind if way is None else seconds
         seconds, best = min(found.values(), key=_order)
         if best is None:
             return None

@@ -12,7 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, TpplanError, UsageError
-from tpplan.core.graph import ModelGraph
+from tpplan.core.graph import ModelGraph, within
+from tpplan.experts.expert_share import Division
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.optimizers import optimizer_named
@@ -20,6 +21,7 @@ from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.diagnose import no_layout
+from tpplan.search.expert_degrees import divisions_of
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
-    """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch. With `once` FSDP gathers weights and
+    """The tp and FSDP degrees of a stage (0: to be decided), the ranks that divide its experts, and the micro-batch. With `once` FSDP gathers weights and
     reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch. What crosses
     between stages is cut along dim `sliced` over tp; None: it crosses whole."""
 
@@ -47,6 +49,14 @@ class Degrees:
     fsdp: int = 0
     once: bool = False
     sliced: int | None = None
+    ep: int = 1
+
+    @property
+    def fewest(self) -> Point:
+        """The point of these degrees on as few GPUs as have them."""
+        return Point(
+            num_gpus=self.tp * self.ep, tp=self.tp, shard=self.ep, micro_batch=self.micro_batch, ep=self.ep
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +75,12 @@ class StageSolver:
     _slower: dict[tuple[Degrees, int, StagePlan, Held], float] = field(default_factory=dict)
     #: by pipeline: why the last of its stages without a plan has none, in words
     misses: dict[PipelineShape, str] = field(default_factory=dict)
-    _cuts: dict[int, list[Cut]] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int], list[Cut]] = field(default_factory=dict)
     _stages: dict[tuple[int, tuple[Cut, ...]], list[StagePlan]] = field(default_factory=dict)
-    _loads: dict[tuple[int, int, tuple[int, ...]], Loads] = field(default_factory=dict)
-    _why_no_layout: dict[tuple[int, int], NoLayoutError | None] = field(default_factory=dict)
+    _loads: dict[tuple[Point, int], Loads] = field(default_factory=dict)
+    _why_no_layout: dict[Point, NoLayoutError | None] = field(default_factory=dict)
+    _points: dict[int, PointSolver] = field(default_factory=dict)
+    _divisions: dict[int, dict[int, Division]] = field(default_factory=dict)
     _sizes: dict[tuple[PipelineShape, Loads], Sizes] = field(default_factory=dict)
 
     # The whole model
@@ -78,14 +90,36 @@ class StageSolver:
         """The request for the whole model."""
         return Request.of(self.build_model, self.example_inputs, self.cluster, self.batch, self.options, None)
 
-    def whole(self, micro_batch: int) -> Traced:
-        """The trace of the whole model."""
-        return TraceCache(self.request.subject, self.reuse).really_traced(micro_batch)
+    def whole(self, micro_batch: int, ep: int = 1) -> Traced:
+        """The trace of the whole model, whose experts `ep` ranks divide."""
+        return self.points(ep).traces.really_traced(micro_batch)
 
-    def cuts(self, micro_batch: int, shape: PipelineShape) -> list[Cut]:
-        """The cuts after each layer but the last; where there are more stages than layers, also those before the first
-        layer and after the last. Raises UsageError where too few are possible."""
-        traced = self.whole(micro_batch)
+    def points(self, ep: int) -> PointSolver:
+        """The points of the whole model, whose experts `ep` ranks divide."""
+        if ep not in self._points:
+            division = next((found[ep] for found in self._divisions.values() if ep in found), None)
+            request = replace(self.request, subject=replace(self.request.subject, experts=division))
+            self._points[ep] = PointSolver(request=request, traces=TraceCache(request.subject, self.reuse))
+        return self._points[ep]
+
+    def expert_degrees(self, micro_batch: int, most: int) -> list[int]:
+        """The numbers of ranks, up to `most`, that may divide the model's experts; 1 where they need not. Raises
+        UsageError for an asked number that the model does not allow."""
+        if self.options.ep == 1:
+            return [1]
+        if micro_batch not in self._divisions:
+            per_node = self.cluster.gpus_per_node
+            self._divisions[micro_batch] = divisions_of(
+                self.whole(micro_batch), self.options, per_node, self.options.ep or per_node
+            )
+        found = sorted(ep for ep in self._divisions[micro_batch] if ep <= most)
+        return [1, *found] if self.options.ep is None else found
+
+    def cuts(self, micro_batch: int, shape: PipelineShape, ep: int = 1) -> list[Cut]:
+        """The cuts after each layer but the last, in the trace of a model whose experts `ep` ranks divide; where there
+        are more stages than layers, also those before the first layer and after the last. Raises UsageError where too
+        few are possible."""
+        traced = self.whole(micro_batch, ep)
         if traced.graph.loss is None:
             raise UsageError(
                 "--pp: the last stage computes the loss, and there is none: define loss(outputs, inputs), or have the "
@@ -100,9 +134,9 @@ class StageSolver:
             raise UsageError(
                 f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}; plan without --pp"
             )
-        if micro_batch not in self._cuts:
-            self._cuts[micro_batch] = cuts_of(traced.graph, traced.units)
-        every = self._cuts[micro_batch]
+        if (key := (micro_batch, ep)) not in self._cuts:
+            self._cuts[key] = cuts_of(traced.graph, traced.units)
+        every = self._cuts[key]
         possible = [cut for cut in every if not cut.why_not]
         if len(every) < shape.count - 1:
             first, last = end_cuts_of(traced.graph, traced.units)
@@ -125,16 +159,12 @@ class StageSolver:
             self._stages[key] = stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
         return self._stages[key]
 
-    @cached_property
-    def _points(self) -> PointSolver:
-        return PointSolver(request=self.request, traces=TraceCache(self.request.subject, self.reuse))
-
     def why_no_layout(self, degrees: Degrees) -> NoLayoutError | None:
         """The decision of the whole model that pins leave no layout at a tp degree; None where all have one."""
-        key = degrees.tp, degrees.micro_batch
+        key = degrees.fewest
         if key not in self._why_no_layout:
             try:
-                self._points.priced(degrees.micro_batch, degrees.tp)
+                self.points(degrees.ep).priced(degrees.micro_batch, degrees.tp)
                 self._why_no_layout[key] = None
             except NoLayoutError as error:
                 self._why_no_layout[key] = error
@@ -142,15 +172,15 @@ class StageSolver:
 
     def no_layout(self, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
         """The error where the model has no layout at any of the tp degrees; names the pins."""
-        return no_layout(self._points, micro_batch, without)
+        return no_layout(self.points(1), micro_batch, without)
 
     def loads(self, shape: PipelineShape, degrees: Degrees) -> Loads:
         """The least seconds of a micro-batch between each two places at which the model can be cut."""
-        positions = tuple(cut.position for cut in self.cuts(degrees.micro_batch, shape))
-        key = degrees.tp, degrees.micro_batch, positions
+        cuts = self.cuts(degrees.micro_batch, shape, degrees.ep)
+        key = degrees.fewest, len(cuts)
         if key not in self._loads:
-            point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
-            self._loads[key] = loads_of(self._points, point, positions)
+            positions = tuple(cut.position for cut in cuts)
+            self._loads[key] = loads_of(self.points(degrees.ep), degrees.fewest, positions)
         return self._loads[key]
 
     def sizes(self, shape: PipelineShape, degrees: Degrees) -> Sizes:
@@ -165,10 +195,9 @@ class StageSolver:
         """Seconds that no step at these degrees is below, whatever the cuts: the least compute and tp collectives of
         the whole model, evenly on all parts; and with one stage a rank, where all others are waited for, as many
         micro-batches of waiting as an even pipeline has."""
-        ranks = self.gpus(shape).gpus // degrees.tp
-        point = Point(num_gpus=degrees.tp, tp=degrees.tp, shard=1, micro_batch=degrees.micro_batch)
+        groups = self.gpus(shape).gpus // (degrees.tp * degrees.ep)
         waiting = (shape.parts - 1) / self.steps(shape, degrees) if shape.virtual_stages == 1 else 0.0
-        return self._points.floor(point) / (ranks * shape.parts) * (1 + waiting)
+        return self.points(degrees.ep).floor(degrees.fewest) / (groups * shape.parts) * (1 + waiting)
 
     def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
         """Seconds that no step at these degrees is below with the stages that balance the ranks: the least compute and
@@ -190,9 +219,9 @@ class StageSolver:
 
     def resting_bytes(self, stage: StagePlan, degrees: Degrees) -> tuple[float, float]:
         """About the bytes of a stage's parameters, gradients and states on a tp rank: those that FSDP divides, before
-        it does, and those that stay whole."""
+        it does, with the experts of all ranks, and those that stay whole."""
         optimizer, sharded, whole = optimizer_named(self.request.optimizer), 0.0, 0.0
-        graph = self.whole(degrees.micro_batch).graph
+        graph = self.whole(degrees.micro_batch, degrees.ep).graph
         for source in graph.parameters:
             is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
             if is_absent or source.label in stage.blank:
@@ -200,11 +229,11 @@ class StageSolver:
             value = graph.values[source.result]
             width = master_bytes(self.request.precision, value.dtype)
             gradients = value.num_elements * width
-            sharded += gradients + value.num_elements * optimizer.bytes_per_element(width)
+            sharded += source.ep * (gradients + value.num_elements * optimizer.bytes_per_element(width))
             if degrees.once:
                 whole += gradients
             else:
-                sharded += gradients
+                sharded += source.ep * gradients
         return sharded / degrees.tp, whole / degrees.tp
 
     def solved(
@@ -265,6 +294,7 @@ class StageSolver:
             loss=self.options.loss if stage.last is None else _stand_in,
             tp=degrees.tp,
             fsdp=degrees.fsdp or None,
+            ep=degrees.ep if self._has_experts(stage, degrees) else 1,
             whole_gradients=degrees.once,
             gathered_once=degrees.once,
             stage=replace(stage, in_flight=beside.in_flight, beside_bytes=beside.beside_bytes),
@@ -279,6 +309,12 @@ class StageSolver:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
             self.misses[shape] = f"at tp {degrees.tp} and micro-batch {degrees.micro_batch} {error}"
             return None
+
+    def _has_experts(self, stage: StagePlan, degrees: Degrees) -> bool:
+        """True for a stage that has some of the experts that ranks divide."""
+        division = self.points(degrees.ep).request.subject.experts
+        own = (name for name, _ in division.calls) if division is not None else ()
+        return any(not any(within(name, module) for module in stage.absent) for name in own)
 
     def _openly(self, request: Request, options: Options, *, prove: bool) -> Plan:
         return solve_request(request, options, self.reuse, prove=prove)
