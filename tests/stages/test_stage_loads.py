@@ -93,7 +93,7 @@ def test_loads_add_up_to_no_more_than_the_whole_model_takes(tp: int) -> None:
     """On one rank, where nothing is converted, to exactly that."""
     solver = stages_of_a_stack()
     loads = solver.loads(PIPELINE, Degrees(tp=tp, micro_batch=1))
-    points = PointSolver(request=solver.request, traces=solver._points.traces)
+    points = PointSolver(request=solver.request, traces=solver.points(1).traces)
     whole = points.floor(Point(num_gpus=tp, tp=tp, shard=1, micro_batch=1)) / 8
     assert min(loads.parts) > 0
     assert sum(loads.parts) <= whole * (1 + 1e-9)

@@ -79,11 +79,13 @@ class LeastStep:
 
     def _seconds(self, own: Mapping[Kind, Plan]) -> tuple[list[float], list[float]]:
         """The seconds of a step, and those of a micro-batch of it, in each stage: by the plan of its kind, or without
-        one the least that its part of the model takes."""
+        one the least that its part of the model takes. With one stage a rank the first stage of a kind has its plan;
+        those behind it have fewer micro-batches in flight, and may run by faster ones."""
         each_s = self.solver.loads(self.shape, self.degrees).of_stages(self.sizes)
         steps_s = [self._steps * seconds for seconds in each_s]
         for i, kind in enumerate(self.kinds):
-            if (plan := own.get(kind)) is not None:
+            is_open = self.shape.virtual_stages == 1 and kind in self.kinds[:i]
+            if (plan := own.get(kind)) is not None and not is_open:
                 steps_s[i] = plan.predicted.step_time_s
                 each_s[i] = (plan.predicted.step_time_s - seconds_once(plan)) / self._steps
         return steps_s, each_s

@@ -3,8 +3,8 @@
 Stages with as many layers are alike but for names: the first, the last, and the middle ones of each number of layers
 are solved, and stand for all. What a rank holds beside the stage that runs depends on its other stages, so that they
 are solved in rounds: at first each is taken for one of like stages; where a rank then holds more than its limit, the
-stages on it are solved again with as much less. Where ranks of several stages have memory left, some of their stages
-take plans that keep more and run faster.
+stages on it are solved again with as much less. Where ranks have memory left, stages take plans that keep more and run
+faster: with one stage a rank those behind the first of their kind, which have fewer micro-batches in flight.
 """
 
 import math
@@ -151,7 +151,7 @@ class AllStages:
             if plans is None:
                 return None
             if not self._lower(plans):
-                return self._hastened(plans) if self.shape.virtual_stages > 1 else plans
+                return self._hastened(plans)
         return None
 
     def own_plans(self, *, prove: bool) -> list[Plan] | None:
@@ -191,16 +191,15 @@ class AllStages:
         rank one stage after the other, by the fastest plan that fits; those behind first, which have the fewest
         micro-batches in flight."""
         self.apart.clear()
-        found, faster = (
-            list(plans),
-            {kind: self._faster(kind, plans[stage.index]) for kind, stage in self.firsts.items()},
-        )
+        kinds = {self.kind(stage) for stage in self.stages if self._may_hasten(stage)}
+        found = list(plans)
+        faster = {kind: self._faster(kind, plans[self.firsts[kind].index]) for kind in kinds}
         for first in reversed(range(0, len(found), self.shape.parts)):
             turn = self.stages[first : first + self.shape.parts]
-            for rank in range(max(map(len, faster.values()))):
+            for rank in range(max(map(len, faster.values()), default=0)):
                 tried, taken = list(found), {}
                 for stage in turn:
-                    choices = faster[self.kind(stage)]
+                    choices = faster[self.kind(stage)] if self._may_hasten(stage) else ()
                     if stage.index not in self.apart and rank < len(choices):
                         tried[stage.index], taken[stage.index] = choices[rank][1], choices[rank][0]
                 settled = self._settled(tried)
@@ -208,6 +207,10 @@ class AllStages:
                     if all(excess_bytes(plan) <= 0 for plan in settled[index % self.shape.parts :: self.shape.parts]):
                         found[index], self.apart[index] = tried[index], beside
         return self._settled(found)
+
+    def _may_hasten(self, stage: StagePlan) -> bool:
+        """With one stage a rank the first of a kind keeps its plan, by which a step is bounded."""
+        return self.shape.virtual_stages > 1 or stage is not self.firsts[self.kind(stage)]
 
     def _faster(self, kind: Kind, plan: Plan) -> list[tuple[Held, Plan]]:
         """Plans of a kind of stages that are faster than one, the fastest first, each with what it assumes."""
