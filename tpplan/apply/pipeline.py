@@ -52,6 +52,14 @@ def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePl
         parameter.__dict__[OF_STAGES] = pipeline.group
 
 
+def group_of_stages(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold the other parts of a model in stages, at this rank's place in them; None for a whole
+    model."""
+    found = (own.__dict__[OF_STAGES] for own in model.parameters() if OF_STAGES in own.__dict__)
+    group: dist.ProcessGroup | None = next(found, None)
+    return group
+
+
 def check_stages(model: nn.Module, plan: PipelinePlan) -> None:
     """Raises PlanMismatchError unless each parameter of the model is in some stage, with the planned shape."""
     planned = {name: own for stage in plan.stages for name, own in stage.parameter_plans().items()}

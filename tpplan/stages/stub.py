@@ -13,7 +13,10 @@ from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
+from tpplan.torch_internals.operators import more_shapes_known
 from tpplan.torch_internals.recording import untraced
+from tpplan.trace.answers.data_dependent_sizes import as_many_as_can_be, counting_by
+from tpplan.trace.hooks.call_rewriting import own_code
 
 #: attributes of a stub that its copies share: the module that it stands for, and what calls of that module give
 _SHARED = ("_absent", "_known")
@@ -95,13 +98,20 @@ class Stub(nn.Module):
         """The leaves of what the module gives, (shape, dtype) for a tensor, and their structure."""
         key = tuple(_described(leaf) for leaf in leaves), spec
         if key not in self._known:
-            with untraced(), torch.no_grad():
+            # Kernels as a trace has them: what a stub gives when a stage runs is what it gave when it was planned.
+            with untraced(), torch.no_grad(), more_shapes_known(), counting_by(as_many_as_can_be):
                 given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]
                 args, kwargs = pytree.tree_unflatten(given, spec)
-                outputs = self._absent[0](*args, **kwargs)
+                outputs = _called(self._absent[0], args, kwargs)
             found, made = pytree.tree_flatten(outputs)
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
         return self._known[key]
+
+
+@own_code
+def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What an absent module gives. What it calls is no part of the stage, and is compared with nothing."""
+    return module(*args, **kwargs)
 
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:

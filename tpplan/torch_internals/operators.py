@@ -168,6 +168,27 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
             library._destroy()
 
 
+@contextlib.contextmanager
+def more_shapes_known() -> Iterator[None]:
+    """Gives two ops meta kernels for operands that torch's own refuse.
+
+    aten._grouped_mm: torch's takes what its CUDA kernel does, bfloat16 in rows of whole 16 bytes; other kernels take
+    more. aten._ctc_loss: torch's takes no lengths that are tensors.
+    """
+
+    def product(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
+
+    def ctc(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The losses [N] and what backward needs [N, T, 2 S + 1], for log_probs [T, N, C] and targets [N, S]."""
+        length, rows = log_probs.shape[0], log_probs.shape[1:-1]
+        return log_probs.new_empty(rows), log_probs.new_empty(*rows, length, 2 * targets.shape[-1] + 1)
+
+    with meta_kernels({"_grouped_mm": product, "_ctc_loss.Tensor": ctc}):
+        yield
+
+
 # ---- functions in Python, whose first step is to ask modes to run them
 
 

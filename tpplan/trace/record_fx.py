@@ -24,7 +24,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import functions_run_by, saved_hooks_seen_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
-from tpplan.torch_internals.operators import is_op, meta_kernels
+from tpplan.torch_internals.operators import is_op, more_shapes_known
 from tpplan.torch_internals.recording import (
     call_recorded,
     dispatched_plainly,
@@ -141,7 +141,7 @@ def record(
         return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in (*found, *(left or {}).values())]
 
     try:
-        with _ONE_AT_A_TIME, same_draws(), _shapes_known(), counting_by(counts), results_kept_by(_aliased):
+        with _ONE_AT_A_TIME, same_draws(), more_shapes_known(), counting_by(counts), results_kept_by(_aliased):
             graph_module = recorded(run, [tensor for _, _, tensor in given])
             _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
@@ -331,27 +331,6 @@ def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *giv
 
 def _whole(argument: Any) -> Any:
     return custom_ops.whole(argument, argument.requires_grad) if isinstance(argument, Tensor) else argument
-
-
-@contextlib.contextmanager
-def _shapes_known() -> Iterator[None]:
-    """Gives two ops meta kernels for operands that torch's own refuse.
-
-    aten._grouped_mm: torch's takes what its CUDA kernel does, bfloat16 in rows of whole 16 bytes; other kernels take
-    more. aten._ctc_loss: torch's takes no lengths that are tensors.
-    """
-
-    def product(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-        groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
-        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
-
-    def ctc(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The losses [N] and what backward needs [N, T, 2 S + 1], for log_probs [T, N, C] and targets [N, S]."""
-        length, rows = log_probs.shape[0], log_probs.shape[1:-1]
-        return log_probs.new_empty(rows), log_probs.new_empty(*rows, length, 2 * targets.shape[-1] + 1)
-
-    with meta_kernels({"_grouped_mm": product, "_ctc_loss.Tensor": ctc}):
-        yield
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpplan.apply.pipeline import OF_STAGES
+from tpplan.apply.pipeline import group_of_stages
 from tpplan.core.errors import UsageError
 from tpplan.train.checkpoint_metadata import MODEL_PREFIX, STATE_PREFIX, name_in, tensors_in
 
@@ -137,7 +137,7 @@ def load_optimizer(
 def of_all_stages(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     """The groups and scalars of the optimizers of all stages together; every rank must call it. Raises UsageError where
     stages have other numbers of groups."""
-    group = next((p.__dict__[OF_STAGES] for p in model.parameters() if OF_STAGES in p.__dict__), None)
+    group = group_of_stages(model)
     if group is None:
         return saved
     every: list[Any] = [None] * group.size()

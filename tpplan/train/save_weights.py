@@ -4,7 +4,8 @@
 
 `model.safetensors`, or with more than max_file_bytes `model-00001-of-00003.safetensors` and so on with
 `model.safetensors.index.json`, which says in which file each name is. Tensors are gathered one at a time, and written
-at once by the rank whose file it is: no rank holds more than one whole tensor. The format is that of
+at once by the rank whose file it is: no rank holds more than one whole tensor. Of a model in stages each part of the
+pipeline writes files of its own, and what several parts hold is in the first one's. The format is that of
 https://github.com/huggingface/safetensors: the length of a JSON header (8 bytes, little endian), the header, the data.
 """
 
@@ -15,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpplan.apply.pipeline import group_of_stages
 from tpplan.core.errors import UsageError, WeightsError
 from tpplan.core.files import write_atomically
 from tpplan.train.materialize import raise_together, targets_of
@@ -58,11 +61,22 @@ class _Entry:
     def num_bytes(self) -> int:
         return prod(self.tensor.shape) * self.dtype.itemsize
 
+    @property
+    def listed(self) -> "_Listed":
+        return _Listed(self.name, self.num_bytes)
+
     def whole(self) -> Tensor:
         """Returns the whole tensor on the CPU; every rank must call this."""
         tensor = self.tensor.detach()
         whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole.to(self.dtype).cpu().contiguous()
+
+
+class _Listed(NamedTuple):
+    """The name and bytes of a tensor, which may be another stage's."""
+
+    name: str
+    num_bytes: int
 
 
 def save_safetensors(
@@ -80,20 +94,27 @@ def save_safetensors(
     no memory yet, or where the disk refuses, and UsageError for an impossible max_file_bytes.
     """
     place = Path(folder)
-    files: list[list[_Entry]] = []
+    entries: dict[str, _Entry] = {}
     error: Exception | None = None
     try:
-        files = _files(_entries(model, dtype), max_file_bytes)
+        if max_file_bytes < 1:
+            raise UsageError(f"save_safetensors: expected max_file_bytes >= 1, got {max_file_bytes}")
+        entries = {entry.name: entry for entry in _entries(model, dtype)}
         if _rank() == 0:
             _make_folder(place)
     except Exception as found:
         error = found
     raise_together(error)
-    names = _file_names(len(files))
-    raise_together(_write_all(place, dict(zip(names, files, strict=True))))
+    group = group_of_stages(model)
+    by_part = _by_part([entry.listed for entry in entries.values()], group)
+    files = [(part, file) for part, own in enumerate(by_part) for file in _files(own, max_file_bytes)]
+    named = dict(zip(_file_names(len(files)), files, strict=True))
+    mine = group.rank() if group is not None else 0
+    own = {name: [entries[one.name] for one in file] for name, (part, file) in named.items() if part == mine}
+    raise_together(_write_all(place, own, _num_ranks() // len(by_part)))
     try:
         if _rank() == 0:
-            _publish(place, dict(zip(names, files, strict=True)))
+            _publish(place, {name: file for name, (_, file) in named.items()})
     except (OSError, WeightsError) as found:
         error = WeightsError(f"{place}: the files cannot be finished: {found}; check space and permissions")
     raise_together(error)
@@ -112,11 +133,24 @@ def _entries(model: nn.Module, dtype: torch.dtype | None) -> list[_Entry]:
     return entries
 
 
-def _files(entries: Sequence[_Entry], max_file_bytes: int) -> list[list[_Entry]]:
+def _by_part(own: list[_Listed], group: dist.ProcessGroup | None) -> list[list[_Listed]]:
+    """The tensors that each part of a pipeline writes: those of its stages that no part before it has. `group` are the
+    ranks of all parts that hold the same shards."""
+    if group is None:
+        return [own]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    known: set[str] = set()
+    found = []
+    for listed in everyone:
+        found.append([one for one in listed if one.name not in known])
+        known |= {one.name for one in listed}
+    return found
+
+
+def _files(entries: Sequence[_Listed], max_file_bytes: int) -> list[list[_Listed]]:
     """Returns the entries of each file, in order; a file takes entries as long as they fit."""
-    if max_file_bytes < 1:
-        raise UsageError(f"save_safetensors: expected max_file_bytes >= 1, got {max_file_bytes}")
-    files: list[list[_Entry]] = [[]]
+    files: list[list[_Listed]] = [[]]
     left = max_file_bytes
     for entry in entries:
         if files[-1] and entry.num_bytes > left:
@@ -142,8 +176,9 @@ def _make_folder(place: Path) -> None:
         raise WeightsError(f"{place}: has {there[0].name} already: pass another folder, or remove the old files")
 
 
-def _write_all(place: Path, files: Mapping[str, Sequence[_Entry]]) -> Exception | None:
-    """Gathers and writes every tensor, each file by one rank in turn. Returns this rank's error.
+def _write_all(place: Path, files: Mapping[str, Sequence[_Entry]], ranks: int) -> Exception | None:
+    """Gathers and writes every tensor, each file by one of the `ranks` ranks that hold it, in turn. Returns this rank's
+    error.
 
     A rank that fails goes on gathering, for the others' sake.
     """
@@ -151,7 +186,7 @@ def _write_all(place: Path, files: Mapping[str, Sequence[_Entry]]) -> Exception 
     for number, (name, entries) in enumerate(files.items()):
         wholes = (entry.whole() for entry in entries)
         try:
-            if number % _num_ranks() == _rank() and error is None:
+            if number % ranks == _rank() % ranks and error is None:
                 _write(_unfinished(place, name), entries, wholes)
         except Exception as found:  # the others wait for this rank's part of every tensor
             error = WeightsError(f"{place / name}: cannot be written: {found}; check space and permissions")
@@ -186,7 +221,7 @@ def _unfinished(place: Path, name: str) -> Path:
     return place / f".{name}.unfinished"
 
 
-def _publish(place: Path, files: Mapping[str, Sequence[_Entry]]) -> None:
+def _publish(place: Path, files: Mapping[str, Sequence[_Listed]]) -> None:
     """Gives the complete files their names, and writes the index where there are several."""
     for name in files:
         _unfinished(place, name).replace(place / name)

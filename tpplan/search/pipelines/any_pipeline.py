@@ -2,8 +2,8 @@
 
 The model in one stage is solved first. A shape is left out where the floor of the cuts that balance its ranks is not
 below the best plan: the least that the operators of its fullest rank take at any tp degree and micro-batch, and what it
-waits for while the pipeline fills and drains (tpplan.search.pipelines.stage_loads). The others are tried, the least
-floor first.
+waits for while the pipeline fills and drains (tpplan.search.pipelines.stage_loads). The others are tried, those of one
+stage a GPU first, which are solved soonest, and of both kinds the least floor first.
 """
 
 import logging
@@ -31,7 +31,7 @@ P = TypeVar("P", Plan, PipelinePlan)
 
 #: stages a part that are tried
 VIRTUAL_STAGES = (1, 2, 4, 8)
-#: shapes that are solved, those of the least floors
+#: shapes of several stages on a GPU that are solved, those of the least floors
 MOST_SHAPES = 8
 
 
@@ -89,18 +89,18 @@ def _fastest(
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             why_not.setdefault(type(error), first_line(error))
     tried, left = 0, list[PipelineShape]()
-    searches.sort(key=lambda one: one[:2])
+    searches.sort(key=lambda one: (one[1].virtual_stages > 1, *one[:2]))
     for done, (floor_s, shape, search) in enumerate(searches):
         if progress is not None:
             progress("solve", done, len(searches))
         if floor_s >= least:
-            break
+            continue
         if tried == MOST_SHAPES:
             left.append(shape)
             continue
         try:
             found = search.best(least)
-            tried += 1
+            tried += shape.virtual_stages > 1
         except InfeasibleError as error:
             logger.info("%s: %s", shape.option, error)
             why_not.setdefault(type(error), first_line(error))

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Degrees:
-    """The tp and FSDP degrees of a stage (0: to be decided), the ranks that divide its experts, and the micro-batch. With `once` FSDP gathers weights and
-    reduces gradients once a step, and a rank keeps both whole until then; else for every micro-batch. What crosses
-    between stages is cut along dim `sliced` over tp; None: it crosses whole."""
+    """The tp and FSDP degrees of a stage (0: to be decided), the ranks that divide its experts, and the micro-batch.
+    With `once` FSDP gathers weights and reduces gradients once a step, and a rank keeps both whole until then; else for
+    every micro-batch. What crosses between stages is cut along dim `sliced` over tp; None: it crosses whole."""
 
     tp: int
     micro_batch: int
@@ -54,9 +54,7 @@ class Degrees:
     @property
     def fewest(self) -> Point:
         """The point of these degrees on as few GPUs as have them."""
-        return Point(
-            num_gpus=self.tp * self.ep, tp=self.tp, shard=self.ep, micro_batch=self.micro_batch, ep=self.ep
-        )
+        return Point(num_gpus=self.tp * self.ep, tp=self.tp, shard=self.ep, micro_batch=self.micro_batch, ep=self.ep)
 
 
 @dataclass(frozen=True, kw_only=True)
