@@ -161,9 +161,8 @@ class Search:
         if decided is None:
             return math.inf, degrees
         ranks = self.solver.gpus(self.shape).gpus // degrees.tp
-        every = () if degrees.fsdp else divisors(ranks)
-        larger = [shard for shard in every if shard > decided.fsdp and shard % degrees.ep == 0]
-        for shard in (decided.fsdp, *larger):
+        every = [decided.fsdp] if degrees.fsdp else [shard for shard in divisors(ranks) if shard >= decided.fsdp]
+        for shard in (shard for shard in every if shard % degrees.ep == 0):
             own = replace(decided, fsdp=shard)
             plans = AllStages.of(self.solver, self.shape, sizes, own).plans(least)
             if plans is not None:
