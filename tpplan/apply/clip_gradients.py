@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tpplan.apply.pipeline import OF_STAGES
+from tpplan.apply.tied_weights import COPY
 
 
 @torch.no_grad()
@@ -31,7 +32,10 @@ def clip_grad_norm_(
             groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     norms = []
     for group in groups.values():
-        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+        counted = (parameter for parameter in group if COPY not in parameter.__dict__)  # an earlier stage counts it
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        if not gradients:
+            continue
         norm = get_total_norm(gradients, norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     stages = next((parameter.__dict__[OF_STAGES] for parameter in own if OF_STAGES in parameter.__dict__), None)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
+from tpplan.apply.tied_weights import tied_weights
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
@@ -90,6 +91,7 @@ class Pipeline:
         self.runners = [_Runner(part, stage, self.steps) for part, stage in zip(parts, stages, strict=True)]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
+        self.tied = tied_weights(parts, stages, plan.parts, self.group)
         self.schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
         self.looped: list[LoopedStage] = []
 
@@ -112,12 +114,15 @@ class Pipeline:
         schedule = self._schedule()
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
+        earlier = [weight.set_aside() for weight in self.tied]
         if self.is_last:
             schedule.step(index=index, target=index, losses=losses)
         else:
             schedule.step(index=index)
         for stage in self.looped:
             stage.finish()
+        for weight, before in zip(self.tied, earlier, strict=True):
+            weight.add_up(before)
         for runner in self.runners:
             runner.micro_batches = []
         return self._everywhere(losses)

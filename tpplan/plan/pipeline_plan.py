@@ -19,6 +19,7 @@ from tpplan.core.strict_json import Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
 from tpplan.plan.sections.provenance import RequestPlan, SolverReport
+from tpplan.plan.sections.ranks import TiedPlan
 
 
 class Schedule(StrEnum):
@@ -179,9 +180,36 @@ class PipelinePlan:
                 raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")
             if problem := stage.why_not_sliced(plan.mesh.tp):
                 raise PlanError(f"{where}.stage.sends: {problem}")
+            for one in stage.tied:
+                self._check_tied(one, where, index)
         steps = self.batch.accumulation_steps
         if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
             raise PlanError(f"{origin}: {problem}")
+
+
+    def _check_tied(self, one: TiedPlan, where: str, index: int) -> None:
+        """Raises PlanError for a parameter that stages could not add the gradients of."""
+        parts = {stage % self.parts for stage in one.stages}
+        others = [self.stages[stage] for stage in one.stages if stage < len(self.stages)]
+        if index not in one.stages or len(others) < len(one.stages) or len(parts) < len(one.stages):
+            raise PlanError(
+                f"{where}.stage.tied: {one.name} in stages {list(one.stages)}: expected this stage and others, each in "
+                "a part of its own"
+            )
+        if any(other.stage is None or one not in other.stage.tied for other in others):
+            raise PlanError(f"{where}.stage.tied: the other stages do not say that they have {one.name}")
+        found = {(_placement(other, one.name), one.name in other.parameters_over_tp()) for other in others}
+        if len(found) > 1:
+            raise PlanError(
+                f"{where}.parameters: {one.name} lies otherwise than in the other stages that have it, and gradients "
+                "of both could not be added: solve again"
+            )
+
+
+def _placement(plan: Plan, name: str) -> str:
+    """The layout in which a stage has a parameter at rest."""
+    known = plan.parameter_plans().get(name)
+    return str(known.placement) if known is not None else ""
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:

@@ -2,15 +2,16 @@
 
 A cut stands after a layer, or after a module before all layers, as an embedding. What is computed from weights before
 it, and read after it, must be what that layer or module gives: it is sent. All else that is read after a cut is made
-again there from the inputs: masks, positions, rotary tables.
+again there from the inputs: masks, positions, rotary tables. A parameter may be read on both sides: each has it then.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
-from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, SourceKind, enclosing, within
-from tpplan.plan.sections.ranks import StagePlan, TensorPlan
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, Source, SourceKind, enclosing, within
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan, TiedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,17 @@ def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], 
     """The stages between cuts, in order, of a graph traced at a micro-batch. `in_flight` are the micro-batches that
     each stage keeps at once."""
     ends = [0, *(cut.position for cut in cuts), len(graph.nodes)]
+    ranges = list(itertools.starmap(range, pairwise(ends)))
+    reads = [_read_in(graph, own) for own in ranges]
+    holding = {s: tuple(i for i, read in enumerate(reads) if s.result in read) for s in graph.parameters}
+    tied = {source: stages for source, stages in holding.items() if len(stages) > 1}
     return [
-        replace(_stage(graph, cuts, index, range(start, stop)), in_flight=in_flight[index], micro_batch=micro_batch)
-        for index, (start, stop) in enumerate(pairwise(ends))
+        replace(
+            _stage(graph, cuts, index, own, {source: stages for source, stages in tied.items() if index in stages}),
+            in_flight=in_flight[index],
+            micro_batch=micro_batch,
+        )
+        for index, own in enumerate(ranges)
     ]
 
 
@@ -124,8 +133,6 @@ def _why_not(graph: ModelGraph, unit: str, position: int, sent: tuple[str, ...],
                 line = f" ({graph.lines[made.name]})" if made.name in graph.lines else ""
                 where = f"{made.module or 'the root'} made before it{line}"
                 return f"{node.module or 'the root'} reads what {where}"
-    if shared := _shared(graph, position):
-        return f"parameter {shared} is read on both sides"
     if not sent:
         return f"{unit} gives no tensor"
     if any(not graph.values[name].carries_gradient for name in sent):
@@ -137,21 +144,17 @@ def _why_not(graph: ModelGraph, unit: str, position: int, sent: tuple[str, ...],
     return ""
 
 
-def _shared(graph: ModelGraph, position: int) -> str:
-    """A parameter that is read before and after a position, "" where none is."""
-    first, rest = _read_in(graph, range(position)), _read_in(graph, range(position, len(graph.nodes)))
-    return next((s.label for s in graph.parameters if s.result in first and s.result in rest), "")
-
-
 def _read_in(graph: ModelGraph, positions: range) -> set[str]:
     """Values that nodes at some positions read."""
     return {name for position in positions for name in graph.nodes[position].operands}
 
 
-def _stage(graph: ModelGraph, cuts: Sequence[Cut], index: int, own: range) -> StagePlan:
+def _stage(
+    graph: ModelGraph, cuts: Sequence[Cut], index: int, own: range, tied: Mapping[Source, tuple[int, ...]]
+) -> StagePlan:
     received = cuts[index - 1].unit if index else None
     last = cuts[index].unit if index < len(cuts) else None
-    absent = _absent(graph, own)
+    absent = _absent(graph, own, [source.label for source in tied])
     return StagePlan(
         index=index,
         count=len(cuts) + 1,
@@ -163,12 +166,14 @@ def _stage(graph: ModelGraph, cuts: Sequence[Cut], index: int, own: range) -> St
         sends=tensors_of(graph, last) if last is not None else (),
         in_flight=1,
         micro_batch=1,
+        tied=tuple(TiedPlan(name=source.label, stages=stages) for source, stages in tied.items()),
     )
 
 
-def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
+def _absent(graph: ModelGraph, own: range, tied: Sequence[str]) -> tuple[str, ...]:
     """The outermost modules that are called, run nowhere in a stage, and have parameters or compute from weights all
-    that they give: their buffers and draws are of the stage that runs them."""
+    that they give: their buffers and draws are of the stage that runs them. A stub keeps parameters `tied` to others
+    that are its module's own, and so stands for no module around that."""
     present = {module for position in own for module in enclosing(graph.nodes[position].module)}
     called = dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module)
     weighted = {module for s in graph.parameters for label in (s.label, *s.aliases) for module in enclosing(label)}
@@ -178,9 +183,10 @@ def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
         gives = given_by(graph, module)
         return module in weighted or (bool(gives) and all(name in weighed for name in gives))
 
+    around = {module for label in tied for module in enclosing(label.rpartition(".")[0].rpartition(".")[0])}
     found: list[str] = []
     for module in called:
-        if module not in present and is_of_weights(module) and not any(within(module, other) for other in found):
+        if module not in present | around and is_of_weights(module) and not any(within(module, other) for other in found):
             found.append(module)
     return tuple(found)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
+from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.stages.stub import Stub, without_memory
@@ -62,8 +63,9 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     if not own:
         return frozenset()
     stubs = ((name, module) for name, module in model.named_modules() if isinstance(module, Stub))
-    blank = {name for one in own for name in one.blank} - dict(model.named_parameters(remove_duplicate=False)).keys()
-    return frozenset(blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
+    blank = {name for one in own for name in one.blank}
+    absent = {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
+    return (frozenset(blank) | absent) - dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
 def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: Iterable[str]) -> nn.Module:
@@ -78,7 +80,9 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         module = own_children(parent).get(child)
         if module is None:
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
+        kept = _taken(module, [one.name.removeprefix(f"{name}.") for one in stage.tied if within(one.name, name)])
         stub = Stub(name, module, precision, units)
+        own_parameters(stub).update(kept)
         stub.share_known(stubs)
         stubs.append(stub)
         own_children(parent)[child] = stub
@@ -99,6 +103,19 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
     model.__dict__[STAGE] = stage
     model.__class__ = _stage_class(type(model))  # type: ignore[arg-type]
     return model
+
+
+def _taken(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Parameters of a module by some names, which now has others without memory in their place."""
+    found: dict[str, nn.Parameter] = {}
+    own = own_parameters(module)
+    for name in names:
+        weight = own.get(name)
+        if weight is None:
+            raise PlanMismatchError(f"the plan names parameter {name}, which the model does not have: solve again")
+        found[name] = weight
+        own[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+    return found
 
 
 def keep_whole_shape(model: nn.Module, stage: StagePlan) -> None:

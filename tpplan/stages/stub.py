@@ -26,7 +26,8 @@ _SHARED = ("_absent", "_known")
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device, in the dtype that they are computed with. `units` are the model's layers whose inputs FSDP casts."""
+    meta device, in the dtype that they are computed with. A parameter that is registered with it is one of the module's
+    that the stage reads elsewhere too. `units` are the model's layers whose inputs FSDP casts."""
 
     def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
         super().__init__()
@@ -54,6 +55,8 @@ class Stub(nn.Module):
                 return
 
     def __getattr__(self, name: str) -> Any:
+        if (weight := (self.__dict__.get("_parameters") or {}).get(name)) is not None:
+            return weight
         absent = self.__dict__.get("_absent")
         if absent is None or name.startswith("__"):
             raise AttributeError(name)

@@ -145,7 +145,8 @@ def of_all_stages(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     if len({len(own["groups"]) for own in every}) > 1:
         raise UsageError("the optimizers of stages have different numbers of groups: give each the same groups")
     together = zip(*(own["groups"] for own in every), strict=True)
-    groups = [{**own[0], "params": [name for one in own for name in one["params"]]} for own in together]
+    # A parameter that several stages have is in each of their groups.
+    groups = [{**own[0], "params": list(dict.fromkeys(n for one in own for n in one["params"]))} for own in together]
     return {"groups": groups, "scalars": {name: entry for own in every for name, entry in own["scalars"].items()}}
 
 

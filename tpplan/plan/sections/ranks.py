@@ -91,9 +91,17 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiedPlan:
+    """A parameter that several `stages` read: each has it, and adds the others' gradients to its own once a step."""
+
+    name: str
+    stages: tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
-    parameters that only other stages read. The tensors that layer `received` gives on the stage before come in
+    parameters that only other stages read, `tied` those that others read too. The tensors that layer `received` gives on the stage before come in
     (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
     at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other stages and of received and sent
     tensors. Parameters, gradients, states, and what stays gathered of a stage that does not run are `resting_bytes`.
@@ -112,6 +120,7 @@ class StagePlan:
     beside_bytes: Amount = 0.0
     kept_bytes: Amount = 0.0
     resting_bytes: Amount = 0.0
+    tied: tuple[TiedPlan, ...] = ()
 
     @property
     def bare(self) -> "StagePlan":

@@ -37,7 +37,6 @@ UNSEARCHED = (
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "zero-bubble schedules; stages of different tp or fsdp degrees",
-    "tied weights over two stages",
 )
 
 

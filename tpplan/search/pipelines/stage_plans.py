@@ -19,6 +19,7 @@ from tpplan.search.pipelines.least_step import Kind, LeastStep
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held, assumed, excess_bytes, held, most_in_flight, with_held
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.tied_weights import Resting
 
 #: rounds of solving stages with less memory than before
 MOST_ROUNDS = 5
@@ -162,13 +163,17 @@ class AllStages:
         return self._own(prove=prove, is_plain=False) or self._own(prove=prove, is_plain=True)
 
     def _own(self, *, prove: bool, is_plain: bool) -> list[Plan] | None:
-        found = []
-        for stage in self.stages:
+        found, resting = list[Plan](), Resting()
+        # From the last stage on: a head, whose products take longest, decides how a tied embedding lies.
+        for stage in reversed(self.stages):
             beside = self.apart.get(stage.index, self.beside[self.kind(stage)])
-            plan = self.solver.solved(self.degrees, self.shape, stage, beside, prove=prove, is_plain=is_plain)
+            plan = self.solver.solved(
+                self.degrees, self.shape, stage, beside, prove=prove, is_plain=is_plain, resting=resting.of(stage)
+            )
             if plan is None:
                 return None
-            found.append(plan)
+            resting = resting.after(plan)
+            found.insert(0, plan)
         settled = self._settled(found)
         return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
 

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.pipelines.stage_loads import Loads, loads_of
+from tpplan.search.pipelines.tied_weights import Resting
 from tpplan.search.planner import solve_request
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
@@ -67,7 +68,7 @@ class StageSolver:
     batch: Batch
     options: Options
     reuse: Reuse = field(default_factory=Reuse)
-    _solved: dict[tuple[Degrees, int, StagePlan, Held, bool, bool], Plan | None] = field(default_factory=dict)
+    _solved: dict[Hashable, Plan | None] = field(default_factory=dict)
     _tried: dict[tuple[Degrees, int, StagePlan, Held], Plan | None] = field(default_factory=dict)
     #: seconds that no plan of a stage is below
     _slower: dict[tuple[Degrees, int, StagePlan, Held], float] = field(default_factory=dict)
@@ -155,6 +156,13 @@ class StageSolver:
         key = micro_batch, chosen
         if key not in self._stages:
             self._stages[key] = stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
+        for one in {own for stage in self._stages[key] for own in stage.tied}:
+            if len({index % shape.parts for index in one.stages}) < len(one.stages):
+                raise UsageError(
+                    f"{shape.option}: parameter {one.name} is read in stages {', '.join(map(str, one.stages))}, and "
+                    "some of them are on the same GPUs, which would hold it twice: take one stage a GPU "
+                    "(--virtual-stages 1)"
+                )
         return self._stages[key]
 
     def why_no_layout(self, degrees: Degrees) -> NoLayoutError | None:
@@ -222,7 +230,8 @@ class StageSolver:
         graph = self.whole(degrees.micro_batch, degrees.ep).graph
         for source in graph.parameters:
             is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
-            if is_absent or source.label in stage.blank:
+            is_tied = any(one.name == source.label for one in stage.tied)
+            if (is_absent and not is_tied) or source.label in stage.blank:
                 continue
             value = graph.values[source.result]
             width = master_bytes(self.request.precision, value.dtype)
@@ -235,14 +244,23 @@ class StageSolver:
         return sharded / degrees.tp, whole / degrees.tp
 
     def solved(
-        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool, is_plain: bool
+        self,
+        degrees: Degrees,
+        shape: PipelineShape,
+        stage: StagePlan,
+        beside: Held,
+        *,
+        prove: bool,
+        is_plain: bool,
+        resting: Resting,
     ) -> Plan | None:
-        """The plan of a stage beside which its rank holds something; None where none fits. Where it is open whether
-        FSDP shards layers over shard x tp, it is decided, or with `is_plain` as for `tried`."""
-        key = degrees, shape.parts, stage, beside, prove, is_plain
+        """The plan of a stage beside which its rank holds something, and which lays some parameters out as asked for;
+        None where none fits. Where it is open whether FSDP shards layers over shard x tp, it is decided, or with
+        `is_plain` as for `tried`."""
+        key = degrees, shape.parts, stage, beside, prove, is_plain, resting
         if key not in self._solved:
             solve = self._plainly if is_plain else self._openly
-            self._solved[key] = self._solve(degrees, shape, stage, beside, partial(solve, prove=prove))
+            self._solved[key] = self._solve(degrees, shape, stage, beside, partial(solve, prove=prove), resting)
         return self._solved[key]
 
     def tried(
@@ -284,6 +302,7 @@ class StageSolver:
         stage: StagePlan,
         beside: Held,
         solve: Callable[[Request, Options], Plan],
+        resting: Resting | None = None,
     ) -> Plan | None:
         """The plan of a stage beside which its rank holds something, made by `solve` from the stage's request and
         options; None where none fits."""
@@ -298,6 +317,7 @@ class StageSolver:
             stage=replace(stage, in_flight=beside.in_flight, beside_bytes=beside.beside_bytes),
             sharded_beside_bytes=beside.sharded_beside_bytes,
             like_stages=beside.like,
+            allows=resting.beside(self.options.allows) if resting is not None else self.options.allows,
         )
         batch = replace(self.batch, micro_batch=degrees.micro_batch)
         request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)
