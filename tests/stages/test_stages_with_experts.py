@@ -23,6 +23,7 @@ import tpplan
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
+from tpplan.search.pipelines.rank_memory import num_bytes
 
 WIDTH = 16
 Moe = partial(OwnMoe, layers=4)
@@ -168,8 +169,13 @@ def peak(plan: PipelinePlan) -> float:
 def test_ranks_hold_what_the_plan_counts(options: dict[str, Any]) -> None:
     plan = solved(Even, stages=2, gpus=4 * options.get("tp", 1), **{"tp": 1, "ep": 2, **options}, prove=False)
     for rank, found in enumerate(run_ranks(plan.num_gpus, peak, plan, timeout_s=120)):
-        predicted = max(own.predicted.peak_memory_bytes for own in plan.stages_of(rank))
-        assert 0.97 * predicted < found < 1.05 * predicted
+        plans = plan.stages_of(rank)
+        predicted = max(own.predicted.peak_memory_bytes for own in plans)
+        # Gloo does not say that a send has arrived before it is waited for.
+        crossing = sum(
+            num_bytes((*one.stage.receives, *one.stage.sends), plan.stages[0].mesh.tp) for one in plans if one.stage
+        )
+        assert 0.97 * predicted < found < 1.04 * predicted + plan.batch.accumulation_steps * crossing
 
 
 def saved(plan: PipelinePlan, folder: Path) -> dict[str, Tensor]:

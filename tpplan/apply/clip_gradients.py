@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tpplan.apply.collectives.tied_weights import COPY
 from tpplan.apply.pipeline import OF_STAGES
-from tpplan.apply.tied_weights import COPY
 
 
 @torch.no_grad()

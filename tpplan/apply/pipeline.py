@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from tpplan.apply.collectives.tied_weights import tied_weights
 from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
-from tpplan.apply.tied_weights import tied_weights
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
@@ -63,8 +63,8 @@ def group_of_stages(model: nn.Module) -> dist.ProcessGroup | None:
 
 def check_stages(model: nn.Module, plan: PipelinePlan) -> None:
     """Raises PlanMismatchError unless each parameter of the model is in some stage, with the planned shape."""
-    planned = {name: own for stage in plan.stages for name, own in stage.parameter_plans().items()}
-    planned |= {alias: own for own in list(planned.values()) for alias in own.aliases}
+    every = [(name, own) for stage in plan.stages for name, own in stage.parameter_plans().items()]
+    planned = {label: own for name, own in every for label in (name, *own.aliases)}
     named = dict(model.named_parameters(remove_duplicate=False))
     if missing := sorted(planned.keys() ^ named.keys()):
         where = "model" if missing[0] in planned else "plan"

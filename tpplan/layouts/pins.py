@@ -133,10 +133,12 @@ def matrix_ops(graph: ModelGraph) -> dict[str, MatrixOp]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """Pins on a graph: tells whether a decision may choose a strategy. Raises UsageError for a pin without effect."""
+    """Pins on a graph: tells whether a decision may choose a strategy. Raises UsageError for a pin without effect, but
+    on one of several stages (`is_stage`), where it may be of another's modules."""
 
     graph: ModelGraph
     pins: tuple[Pin, ...]
+    is_stage: bool = False
 
     def __post_init__(self) -> None:
         assert self.held is not None  # computing it checks every pin
@@ -161,10 +163,10 @@ class Pinned:
         found: dict[str, list[tuple[Pin, Keeps]]] = {}
         for pin in self.pins:
             modules = self._modules_of(pin)
-            if not modules:
+            if not modules and not self.is_stage:
                 raise UsageError(f"pin '{pin}': no module of that name runs in the model's forward{self._near(pin)}")
             rows = [row for module in modules for row in self._restrictions(pin, module)]
-            if not rows:
+            if not rows and not self.is_stage:
                 raise UsageError(f"pin '{pin}': {_WITHOUT_EFFECT[pin.style].format(modules[0] or ROOT)}")
             for decision, keeps in rows:
                 found.setdefault(decision, []).append((pin, keeps))

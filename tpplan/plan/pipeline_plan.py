@@ -186,7 +186,6 @@ class PipelinePlan:
         if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
             raise PlanError(f"{origin}: {problem}")
 
-
     def _check_tied(self, one: TiedPlan, where: str, index: int) -> None:
         """Raises PlanError for a parameter that stages could not add the gradients of."""
         parts = {stage % self.parts for stage in one.stages}

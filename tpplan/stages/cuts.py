@@ -154,7 +154,7 @@ def _stage(
 ) -> StagePlan:
     received = cuts[index - 1].unit if index else None
     last = cuts[index].unit if index < len(cuts) else None
-    absent = _absent(graph, own, [source.label for source in tied])
+    absent = _absent(graph, own)
     return StagePlan(
         index=index,
         count=len(cuts) + 1,
@@ -170,10 +170,9 @@ def _stage(
     )
 
 
-def _absent(graph: ModelGraph, own: range, tied: Sequence[str]) -> tuple[str, ...]:
+def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
     """The outermost modules that are called, run nowhere in a stage, and have parameters or compute from weights all
-    that they give: their buffers and draws are of the stage that runs them. A stub keeps parameters `tied` to others
-    that are its module's own, and so stands for no module around that."""
+    that they give: their buffers and draws are of the stage that runs them."""
     present = {module for position in own for module in enclosing(graph.nodes[position].module)}
     called = dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module)
     weighted = {module for s in graph.parameters for label in (s.label, *s.aliases) for module in enclosing(label)}
@@ -183,10 +182,9 @@ def _absent(graph: ModelGraph, own: range, tied: Sequence[str]) -> tuple[str, ..
         gives = given_by(graph, module)
         return module in weighted or (bool(gives) and all(name in weighed for name in gives))
 
-    around = {module for label in tied for module in enclosing(label.rpartition(".")[0].rpartition(".")[0])}
     found: list[str] = []
     for module in called:
-        if module not in present | around and is_of_weights(module) and not any(within(module, other) for other in found):
+        if module not in present and is_of_weights(module) and not any(within(module, other) for other in found):
             found.append(module)
     return tuple(found)
 

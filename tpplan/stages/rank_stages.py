@@ -75,7 +75,7 @@ def _join(name: str, module: nn.Module, parts: Sequence[nn.Module]) -> nn.Module
     """Returns the module that stands for the copies `parts` of one: the only one that runs, a stub, or a shell."""
     held = [part for part in parts if not isinstance(part, Stub)]
     if len(held) < 2:
-        return (held or sorted(parts, key=lambda part: not own_parameters(part)))[0]
+        return (held or sorted(parts, key=lambda part: not list(part.parameters())))[0]
     owners = [part for part in held if any(weight is not None for weight in own_parameters(part).values())]
     if len(owners) > 1:
         raise PlanMismatchError(

@@ -80,9 +80,11 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         module = own_children(parent).get(child)
         if module is None:
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
-        kept = _taken(module, [one.name.removeprefix(f"{name}.") for one in stage.tied if within(one.name, name)])
+        kept = [one.name.removeprefix(f"{name}.") for one in stage.tied if within(one.name, name)]
+        weights = {path: _taken(module, path) for path in kept}
         stub = Stub(name, module, precision, units)
-        own_parameters(stub).update(kept)
+        for path, weight in weights.items():
+            stub.keep(path, weight, precision, units)
         stub.share_known(stubs)
         stubs.append(stub)
         own_children(parent)[child] = stub
@@ -105,17 +107,15 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
     return model
 
 
-def _taken(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """Parameters of a module by some names, which now has others without memory in their place."""
-    found: dict[str, nn.Parameter] = {}
-    own = own_parameters(module)
-    for name in names:
-        weight = own.get(name)
-        if weight is None:
-            raise PlanMismatchError(f"the plan names parameter {name}, which the model does not have: solve again")
-        found[name] = weight
-        own[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-    return found
+def _taken(module: nn.Module, path: str) -> nn.Parameter:
+    """A parameter of a module, which now has one without memory in its place."""
+    around, _, name = path.rpartition(".")
+    own = own_parameters(module.get_submodule(around))
+    weight = own.get(name)
+    if weight is None:
+        raise PlanMismatchError(f"the plan names parameter {path}, which the model does not have: solve again")
+    own[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+    return weight
 
 
 def keep_whole_shape(model: nn.Module, stage: StagePlan) -> None:

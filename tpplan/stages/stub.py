@@ -13,6 +13,7 @@ from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.torch_internals.operators import more_shapes_known
 from tpplan.torch_internals.recording import untraced
 from tpplan.trace.answers.data_dependent_sizes import as_many_as_can_be, counting_by
@@ -26,8 +27,8 @@ _SHARED = ("_absent", "_known")
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device, in the dtype that they are computed with. A parameter that is registered with it is one of the module's
-    that the stage reads elsewhere too. `units` are the model's layers whose inputs FSDP casts."""
+    meta device, in the dtype that they are computed with. A parameter that it keeps is one of the module's that the stage
+    reads elsewhere too. `units` are the model's layers whose inputs FSDP casts."""
 
     def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
         super().__init__()
@@ -47,6 +48,19 @@ class Stub(nn.Module):
             found.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
         return found
 
+    def keep(self, path: str, weight: nn.Parameter, precision: Precision, units: Iterable[str]) -> None:
+        """Registers a parameter of the module under its path there, on stubs of the modules inside."""
+        child, _, rest = path.partition(".")
+        if not rest:
+            own_parameters(self)[child] = weight
+            return
+        inside = own_children(self).get(child)
+        if inside is None:
+            module = self._absent[0].get_submodule(child)
+            inside = own_children(self)[child] = Stub(f"{self.name}.{child}", module, precision, units)
+        assert isinstance(inside, Stub)
+        inside.keep(rest, weight, precision, units)
+
     def share_known(self, others: Sequence["Stub"]) -> None:
         """Takes what a call of the module gives from the first of `others` that stands for a like module."""
         for other in others:
@@ -55,8 +69,9 @@ class Stub(nn.Module):
                 return
 
     def __getattr__(self, name: str) -> Any:
-        if (weight := (self.__dict__.get("_parameters") or {}).get(name)) is not None:
-            return weight
+        for own in (self.__dict__.get("_parameters") or {}, self.__dict__.get("_modules") or {}):
+            if own.get(name) is not None:
+                return own[name]
         absent = self.__dict__.get("_absent")
         if absent is None or name.startswith("__"):
             raise AttributeError(name)

@@ -55,10 +55,19 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
             f"{samples(plan.batch)} a step",
         ),
         *_crossing(plan),
+        *_tied(plan),
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
         *(("not searched", line) for line in plan.solver.unsearched or ()),
         *_asked(plan),
     ]
+
+
+def _tied(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
+    """Yields the parameters that several stages have."""
+    every = {one: None for own in plan.stages if own.stage is not None for one in own.stage.tied}
+    for one in every:
+        stages = ", ".join(map(str, one.stages[:-1])) + f" and {one.stages[-1]}"
+        yield "tied", f"{one.name} is in stages {stages}, which add up their gradients once a step"
 
 
 def _asked(plan: PipelinePlan) -> Iterator[tuple[str, str]]:

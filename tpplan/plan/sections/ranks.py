@@ -101,11 +101,11 @@ class TiedPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
-    parameters that only other stages read, `tied` those that others read too. The tensors that layer `received` gives on the stage before come in
-    (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
-    at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other stages and of received and sent
-    tensors. Parameters, gradients, states, and what stays gathered of a stage that does not run are `resting_bytes`.
-    `micro_batch` is the batch that these shapes are for."""
+    parameters that only other stages read, `tied` those that others read too. The tensors that layer `received` gives
+    on the stage before come in (`receives`); those that layer `last` gives go out. A stage keeps the activations of up
+    to `in_flight` micro-batches at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other
+    stages and of received and sent tensors. Parameters, gradients, states, and what stays gathered of a stage that does
+    not run are `resting_bytes`. `micro_batch` is the batch that these shapes are for."""
 
     index: Size
     count: Count

@@ -163,9 +163,19 @@ class AllStages:
         return self._own(prove=prove, is_plain=False) or self._own(prove=prove, is_plain=True)
 
     def _own(self, *, prove: bool, is_plain: bool) -> list[Plan] | None:
-        found, resting = list[Plan](), Resting()
         # From the last stage on: a head, whose products take longest, decides how a tied embedding lies.
-        for stage in reversed(self.stages):
+        found = self._one_after_the_other(self.stages[::-1], prove=prove, is_plain=is_plain)
+        if found is None and any(stage.tied for stage in self.stages):
+            found = self._one_after_the_other(self.stages, prove=prove, is_plain=is_plain)
+        if found is None:
+            return None
+        settled = self._settled(sorted(found, key=lambda plan: plan.stage.index if plan.stage is not None else 0))
+        return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
+
+    def _one_after_the_other(self, stages: Sequence[StagePlan], *, prove: bool, is_plain: bool) -> list[Plan] | None:
+        """Plans of stages, in which parameters lie as in those before that have them too."""
+        found, resting = list[Plan](), Resting()
+        for stage in stages:
             beside = self.apart.get(stage.index, self.beside[self.kind(stage)])
             plan = self.solver.solved(
                 self.degrees, self.shape, stage, beside, prove=prove, is_plain=is_plain, resting=resting.of(stage)
@@ -173,9 +183,8 @@ class AllStages:
             if plan is None:
                 return None
             resting = resting.after(plan)
-            found.insert(0, plan)
-        settled = self._settled(found)
-        return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
+            found.append(plan)
+        return found
 
     def _round(self, least: float) -> list[Plan] | None:
         """Plans under the present assumptions, with what their ranks then hold; None where one does not fit. Raises

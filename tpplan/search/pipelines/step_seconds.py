@@ -3,20 +3,23 @@
 A step of 1F1B with M micro-batches takes as long as the slowest stage's M micro-batches, and, while the pipeline fills
 and drains, one micro-batch of each other stage (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", 2021, section 2.2, for stages that take different times). What is sent between stages is
-not hidden: torch's schedule waits for it.
+not hidden: torch's schedule waits for it. Gradients of parameters that several stages have are exchanged once a step.
 
 An interleaved step is simulated action by action (tpplan.stages.schedule), as torch's schedule computes while it sends.
 A backward, without what it recomputes, counts as two forwards. What a stage does once a step follows its last backward.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tpplan.core.layout import local_shape
 from tpplan.core.mesh import GroupShape
+from tpplan.layouts.assignment import master_bytes
 from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
-from tpplan.plan.plan import Plan, StagePlan
+from tpplan.plan.plan import Plan, StagePlan, uses_fsdp
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Cluster
@@ -34,17 +37,20 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
     between = [
         0.0 if plan.stage is None else seconds_between(plan.stage, plan.mesh.tp, shape, cluster) for plan in plans
     ]
+    tied_s = _seconds_of_ties(plans, shape, cluster)
     if shape.virtual_stages > 1:
-        return _simulated(plans, between, shape)
+        return _simulated(plans, between, shape, tied_s)
     each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
     slowest = max(plan.predicted.step_time_s for plan in plans)
     bubble = sum(each) - max(each)
     # A micro-batch's activations and gradients wait at one link in each stage, and cross all while it fills.
-    send = 2 * (steps * max(between) + sum(between))
+    send = 2 * (steps * max(between) + sum(between)) + tied_s
     return PipelinePrediction(step_time_s=slowest + bubble + send, stage_s=slowest, bubble_s=bubble, send_s=send)
 
 
-def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape) -> PipelinePrediction:
+def _simulated(
+    plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape, tied_s: float
+) -> PipelinePrediction:
     steps = plans[0].batch.accumulation_steps
     times = [times_of(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
     once = [seconds_once(plan) for plan in plans]
@@ -54,10 +60,10 @@ def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineS
     unsent = [replace(one, send_s=0.0) for one in times]
     alone = simulated_s(unsent, once, shape, steps)
     return PipelinePrediction(
-        step_time_s=whole,
+        step_time_s=whole + tied_s,
         stage_s=slowest,
         bubble_s=max(0.0, alone - slowest),
-        send_s=max(0.0, whole - max(alone, slowest)),
+        send_s=max(0.0, whole - max(alone, slowest)) + tied_s,
     )
 
 
@@ -73,11 +79,33 @@ def seconds_between(stage: StagePlan, tp: int, shape: PipelineShape, cluster: Cl
     each other."""
     if not stage.sends:
         return 0.0
-    own, per_node = cluster.gpus // shape.parts, cluster.gpus_per_node
     part = stage.index % shape.parts
-    nodes = [other * own // per_node for other in (part, (part + 1) % shape.parts)]
-    pair = GroupShape(ranks=2, ranks_per_node=2 if nodes[0] == nodes[1] else 1)
-    return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends, tp)).seconds
+    return _seconds_of_a_pair(part, (part + 1) % shape.parts, num_bytes(stage.sends, tp), shape, cluster)
+
+
+def _seconds_of_ties(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> float:
+    """Seconds of a step in which the slowest stage gets the gradients of its parameters from the others that have them,
+    one after the other."""
+    found = [0.0] * len(plans)
+    for plan in plans:
+        for one in plan.stage.tied if plan.stage is not None else ():
+            own = plan.parameter_plans()[one.name]
+            ranks = plan.mesh.shard if uses_fsdp(plan.mesh, plan.precision) else 1
+            moved = math.prod(local_shape(own.shape, own.placement, plan.mesh.tp)) / ranks
+            size = moved * master_bytes(plan.precision, own.dtype) * own.trainable
+            for other in one.stages:
+                if other != plan.stage.index:
+                    ends = plan.stage.index % shape.parts, other % shape.parts
+                    found[plan.stage.index] += _seconds_of_a_pair(*ends, size, shape, cluster)
+    return max(found)
+
+
+def _seconds_of_a_pair(one: int, other: int, size: float, shape: PipelineShape, cluster: Cluster) -> float:
+    """Seconds in which a rank of one part of the pipeline sends `size` bytes to one of another, and gets as many."""
+    own, per_node = cluster.gpus // shape.parts, cluster.gpus_per_node
+    is_near = one * own // per_node == other * own // per_node
+    pair = GroupShape(ranks=2, ranks_per_node=2 if is_near else 1)
+    return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * size).seconds
 
 
 def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:

@@ -40,9 +40,7 @@ class Resting:
     def __call__(self, graph: ModelGraph) -> Allows:
         """What the strategies of a stage's decisions may be."""
         readings = readings_of(graph)
-        asked = {
-            reading.name: layout for name, layout in self.layouts for reading in readings.get(name, ())
-        }
+        asked = {reading.name: layout for name, layout in self.layouts for reading in readings.get(name, ())}
         allows = self.other(graph) if self.other is not None else None
 
         def is_allowed(decision: str, strategy: Strategy) -> bool:

@@ -116,7 +116,8 @@ class PointSolver:
 
     def pinned(self, micro_batch: int) -> Pinned:
         """The pins at their decisions. Raises UsageError for a pin that matches nothing of the model."""
-        return Pinned(graph=self.traces.traced(micro_batch).graph, pins=self.request.pins)
+        graph, request = self.traces.traced(micro_batch).graph, self.request
+        return Pinned(graph=graph, pins=request.pins, is_stage=request.stage is not None)
 
     def priced(self, micro_batch: int, tp: int) -> PricedSpace:
         """Decisions and their costs for a micro-batch on tp ranks, under the cuts so far."""

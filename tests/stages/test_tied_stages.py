@@ -1,0 +1,249 @@
+"""Parameters that several stages read: equal copies, one gradient, counted once."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_process import gradients, relative_errors, whole
+from ranks import run_ranks
+from stage_models import LENGTH, SIZES, Stack, Tied, loss, text
+from stage_runs import MACHINE, TOLERANCE, given, loss_of, on_ranks, one_process, solved
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.core.errors import PlanError, UsageError
+from tpplan.core.layout import R, S
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.report.stages import stage_lines
+
+NAME = "embedding.weight"
+
+
+def assert_as_one_process(build: Any, plan: PipelinePlan, names: set[str]) -> None:
+    """Gradients of one process, of the parameters `names` on all stages that read them."""
+    _, expected = run_ranks(1, one_process, build)[0]
+    holding: dict[str, int] = dict.fromkeys(names, 0)
+    for _, _, found in run_ranks(plan.num_gpus, on_ranks, build, plan, timeout_s=120):
+        errors = relative_errors(found, {name: expected[name] for name in found})
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+        for name in names & found.keys():
+            holding[name] += 1
+    assert set(holding.values()) == {2 * plan.ranks_per_stage}
+
+
+@pytest.mark.parametrize(
+    ("stages", "gpus", "options"),
+    [
+        (2, 2, {}),
+        (2, 8, {"tp": 2, "fsdp": 2}),
+        (2, 4, {"virtual": 2, "fsdp": 2, "tp": 1, "whole_gradients": True, "recompute": "full"}),
+        (2, 4, {"fsdp": 1, "tp": 1}),
+        (2, 8, {"tp": 2, "fsdp": 2, "fsdp_over_tp": True}),
+        (6, 6, {}),
+    ],
+    ids=str,
+)
+def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
+    plan = solved(Tied, stages=stages, gpus=gpus, **options)
+    last = len(plan.stages) - 1
+    own = [one.stage.tied for one in plan.stages if one.stage is not None]
+    assert own[0] == own[-1] != ()
+    assert not any(own[1:-1])
+    assert f"tied          {NAME} is in stages 0 and {last}, which add up their gradients once a step" in stage_lines(
+        plan
+    )
+    assert_as_one_process(Tied, plan, {NAME})
+
+
+@pytest.mark.parametrize("style", ["columns", "rows", "replicated"])
+def test_stages_have_the_parameter_in_one_layout(style: str) -> None:
+    """What the last stage chooses holds for the first."""
+    plan = solved(Tied, stages=2, gpus=4, tp=2, pins={"head": style})
+    placements = [own.parameter_plans()[NAME].placement for own in plan.stages]
+    assert placements[0] == placements[1]
+    assert placements[0] == {"columns": S(0), "rows": S(1), "replicated": R}[style]
+    assert_as_one_process(Tied, plan, {NAME})
+
+
+def _transformers(name: str) -> nn.Module:
+    import transformers
+
+    named = {"GPT2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 64, "use_cache": False,
+                      "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}  # fmt: skip
+    sizes = named.get(name, {**SIZES, "tie_word_embeddings": True, "head_dim": 8})
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(
+        getattr(transformers, f"{name}Config")(**sizes)
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("GPT2", "transformer.wte.weight"), ("Gemma", "model.embed_tokens.weight")]
+)
+def test_transformers(name: str, weight: str) -> None:
+    pytest.importorskip("transformers")
+    build = partial(_transformers, name)
+    assert_as_one_process(build, solved(build, stages=2, gpus=4, tp=2), {weight})
+
+
+def trained(plan: PipelinePlan | None, is_on_meta: bool = False) -> tuple[list[float], dict[str, Tensor], bool]:
+    """Losses and norms of AdamW steps of two batches each with clipping, the parameters after them, and whether
+    gradients of two batches are the sum of each's."""
+    torch.manual_seed(0 if plan is None else dist.get_rank())  # ranks begin with other values, but the first's
+    model: nn.Module = Tied()
+    if plan is not None:
+        if is_on_meta:
+            with torch.device("meta"):
+                model = Tied()
+        model = tpplan.apply_plan(model, plan)
+    tpplan.init_weights(model, Tied, seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(10):
+        for batch in range(2):
+            torch.manual_seed(2 * step + batch)
+            inputs = text(8, LENGTH)
+            if plan is not None:
+                share = plan.batch_for(dist.get_rank())
+                value = model.step(share.micro_batches(inputs), loss)  # type: ignore[operator]
+            else:
+                value = loss(model(inputs["tokens"]), inputs)
+                value.backward()
+            seen.append(value.item())
+        seen.append(tpplan.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}, True
+
+
+@pytest.mark.parametrize(("tp", "is_on_meta"), [(1, False), (2, True)])
+def test_training_with_clipping_over_two_batches(tp: int, is_on_meta: bool) -> None:
+    """The norm counts the parameter once; a second batch's gradient is added to what the first has left; copies stay
+    equal to the last bit."""
+    plan = solved(Tied, stages=2, gpus=2 * tp, tp=tp)
+    expected, parameters, _ = run_ranks(1, trained, None)[0]
+    results = run_ranks(2 * tp, trained, plan, is_on_meta, timeout_s=120)
+    for seen, own, _ in results:
+        assert seen == pytest.approx(expected, rel=1e-3)
+        for name, value in own.items():
+            assert torch.allclose(value, parameters[name], atol=2e-3), name
+    assert torch.equal(results[0][1][NAME], results[-1][1][NAME])
+
+
+def saved(plan: PipelinePlan, folder: Path) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Tied(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Tied)), loss)  # type: ignore[operator]
+    optimizer.step()
+    tpplan.save_checkpoint(folder / "checkpoint", model, optimizer, step=1)
+    tpplan.save_safetensors(model, folder / "weights")
+    return held(model, optimizer)
+
+
+def loaded(plan: PipelinePlan | Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    model = tpplan.apply_plan(Tied(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tpplan.load_checkpoint(folder / "checkpoint", model, optimizer)
+    found = held(model, optimizer)
+    tpplan.init_weights(model, Tied, seed=3)
+    tpplan.load_safetensors(model, folder / "weights")
+    return found, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, and the optimizer's first moments of them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = whole(parameter.detach()).clone()
+        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
+    return found
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_checkpoints_of_stages_load_in_one_and_back(tmp_path: Path, virtual: int) -> None:
+    plain = tpplan.solve(
+        Tied, text, cluster=tpplan.Cluster(gpus=1, profile=MACHINE), global_batch=8, seq_len=LENGTH, loss=loss
+    )
+    every: list[PipelinePlan | Plan] = [
+        plain,
+        solved(Tied, stages=3, gpus=3),
+        solved(Tied, stages=2, gpus=4, tp=2),
+        solved(Tied, stages=2, gpus=4, virtual=2, tp=1, fsdp=2),
+    ]
+    expected: dict[str, Tensor] = {}
+    plan = solved(Tied, stages=2, gpus=2 * virtual, virtual=virtual, tp=1, fsdp=virtual)
+    for own in run_ranks(plan.num_gpus, saved, plan, tmp_path, timeout_s=120):
+        assert all(torch.equal(expected[name], own[name]) for name in expected.keys() & own.keys())
+        expected |= own
+    for other in every:
+        ranks = other.num_gpus if isinstance(other, PipelinePlan) else other.mesh.num_gpus
+        found: dict[str, Tensor] = {}
+        for own, files in run_ranks(ranks, loaded, other, tmp_path, timeout_s=120):
+            found |= own
+            assert all(torch.equal(value, expected[name]) for name, value in files.items())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Cycle(Stack):
+    """A model of which every layer has one scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[1:]:
+            layer.norm.weight = self.layers[0].norm.weight
+
+
+def test_a_parameter_of_all_layers_is_in_all_stages() -> None:
+    plan = solved(Cycle, stages=4, gpus=4)
+    own = [one.stage.tied for one in plan.stages if one.stage is not None]
+    assert [[(one.name, one.stages) for one in tied] for tied in own] == [[("layers.0.norm.weight", (0, 1, 2, 3))]] * 4
+    _, expected = run_ranks(1, one_process, Cycle)[0]
+    for _, _, found in run_ranks(4, on_ranks, Cycle, plan, timeout_s=120):
+        assert "layers.0.norm.weight" in found
+        errors = relative_errors(found, {name: expected[name] for name in found})
+        assert max(errors.values()) < TOLERANCE
+    with pytest.raises(UsageError, match=r"read in stages 0, 1, 2, 3, and some of them are on the same GPUs"):
+        solved(Cycle, stages=2, gpus=2, virtual=2)
+
+
+def test_plans_whose_copies_lie_otherwise_are_refused() -> None:
+    plan = solved(Tied, stages=2, gpus=4, tp=2, pins={"head": "columns"})
+    first = plan.stages[0]
+    other = replace(first, parameters={**first.parameters, NAME: replace(first.parameters[NAME], placement=S(1))})
+    with pytest.raises(PlanError, match=f"{NAME} lies otherwise than in the other stages that have it"):
+        PipelinePlan.from_dict(json.loads(replace(plan, stages=(other, plan.stages[1])).dumps()))
+    assert first.stage is not None
+    alone = replace(first, stage=replace(first.stage, tied=()))
+    with pytest.raises(PlanError, match=f"the other stages do not say that they have {NAME}"):
+        PipelinePlan.from_dict(json.loads(replace(plan, stages=(alone, plan.stages[1])).dumps()))
+
+
+def test_the_exchange_is_part_of_the_step() -> None:
+    plan, untied = solved(Tied, stages=2, gpus=2, prove=False), solved(Stack, stages=2, gpus=2, prove=False)
+    assert plan.predicted.send_s > untied.predicted.send_s
+
+
+def in_half(plan: PipelinePlan) -> tuple[torch.dtype, bool]:
+    model = tpplan.apply_plan(Tied(), plan)
+    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Tied)), loss_of(Tied))  # type: ignore[operator]
+    found = gradients(model)
+    return dict(model.named_parameters())[NAME].dtype, NAME in found
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
+def test_copies_keep_the_dtype_of_the_optimizer(precision: Precision) -> None:
+    """A stub's module computes in bfloat16, the parameter that it keeps stays as it was."""
+    plan = solved(Tied, stages=2, gpus=2, precision=precision)
+    expected = torch.float32 if precision is Precision.BF16_MIXED else torch.bfloat16
+    assert run_ranks(2, in_half, plan, timeout_s=120) == [(expected, True)] * 2
