@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -274,3 +275,32 @@ def test_what_a_stage_keeps_in_flight_counts() -> None:
     assert planned(replace(stage, in_flight=1), between).predicted.step_time_s == one.predicted.step_time_s
     with pytest.raises(InfeasibleError):
         planned(stage, between)
+
+
+class WithNumbers(Layer):
+    """A layer with numbers in its code, which become constants: an index that is a list, and a tensor."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        picked = x[:, :, [self.index]] * torch.tensor(0.5)
+        return super().forward(x, mask) + picked
+
+
+class Numbered(Stack):
+    def __init__(self, last: int = -2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithNumbers(index) for index in (-2, -2, -2, last))
+
+
+def test_constants_of_stages_match_by_what_they_hold() -> None:
+    subject = subject_of(Numbered)
+    whole = traced(subject)
+    cut = cuts_of(whole, [f"layers.{i}" for i in range(4)])[1]
+    _, last = stages_of(whole, [cut], [2, 1], 2)
+    own = range(cut.position, len(whole.nodes))
+    assert difference(whole, traced(replace(subject, stage=last)), last, own) == ""
+    other = traced(replace(subject_of(partial(Numbered, -3)), stage=last))
+    assert "of layers.3 does not run on the same values in stage 1" in difference(whole, other, last, own)

@@ -12,12 +12,16 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     where it does, and gives what the whole gives there.
 
     Values are matched from the sources, and from what is received, on: a node of the stage runs what one of the whole
-    does where operator, module and literals are the same, and it reads the matching values. What the stage runs
-    besides, on stubs, matches nothing, and neither it nor what the stage leaves out may write to memory that matching
-    nodes read.
+    does where operator, module and literals are the same, and it reads the matching values. Constants match by what
+    they hold: their numbers count those of other stages too. What the stage runs besides, on stubs, matches nothing,
+    and neither it nor what the stage leaves out may write to memory that matching nodes read.
     """
     labelled = {(source.kind, source.label): source.result for source in stage.sources}
-    matched = {s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled}
+    matched: dict[str, Hashable] = {
+        s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled
+    }
+    matched |= _constants(whole)
+    known = _constants(stage)
     if plan.received is not None:
         received = given_by(stage, plan.received)
         inputs = {source.label: source.result for source in stage.sources if source.kind is SourceKind.INPUT}
@@ -26,7 +30,7 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
         matched.update(zip(given_by(whole, plan.received), received, strict=True))
     left: dict[Hashable, list[Op | Boundary]] = {}
     for node in reversed(stage.nodes):
-        left.setdefault(_done(node, {name: name for name in node.operands}), []).append(node)
+        left.setdefault(_done(node, {name: known.get(name, name) for name in node.operands}), []).append(node)
     others: set[str] = set()
     for position, node in enumerate(whole.nodes):
         alike = left.get(_done(node, matched)) if all(name in matched for name in node.operands) else None
@@ -48,6 +52,18 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
 
 
+def _constants(graph: ModelGraph) -> dict[str, Hashable]:
+    """What each constant holds, by name; without those whose values are not known or may be written to."""
+    writing = (node for node in graph.ops if may_write(node) and node.target != "aten.detach_.default")
+    written = {graph.values[name].storage for node in writing for name in node.operands}
+    found: dict[str, Hashable] = {}
+    for source in graph.sources:
+        value, (_, _, digest) = graph.values[source.result], source.label.partition(" ")
+        if source.kind is SourceKind.CONSTANT and digest and value.storage not in written:
+            found[source.result] = digest, value.dtype, value.shape
+    return found
+
+
 def written_buffers(graph: ModelGraph) -> tuple[str, ...]:
     """Names of the buffers to whose memory a graph may write, by ops in place or as statistics of a batch."""
     writing = (node for node in graph.ops if may_write(node) or "batch_norm" in node.target)
@@ -63,7 +79,7 @@ def _origin(graph: ModelGraph, name: str) -> str:
     return name
 
 
-def _matching(graph: ModelGraph, matched: Mapping[str, str]) -> set[str]:
+def _matching(graph: ModelGraph, matched: Mapping[str, Hashable]) -> set[str]:
     """Names of the nodes whose results are matched."""
     return {node.name for node in graph.nodes if node.results and all(name in matched for name in node.results)}
 
@@ -81,15 +97,15 @@ def _written_to(graph: ModelGraph, kept: Collection[str], positions: range, apar
     return ""
 
 
-def _done(node: Op | Boundary, named: Mapping[str, str]) -> Hashable:
+def _done(node: Op | Boundary, named: Mapping[str, Hashable]) -> Hashable:
     """The operator or crossing, module, literals and operands of a node, its operands under other names: equal for
     nodes that do the same."""
     if isinstance(node, Boundary):
         return node.module, node.direction, node.path, named[node.operand]
 
-    def renamed(argument: Argument) -> Argument:
+    def renamed(argument: Argument) -> Hashable:
         if isinstance(argument, Ref):
-            return Ref(named[argument.name])
+            return Ref, named[argument.name]
         return tuple(map(renamed, argument)) if isinstance(argument, tuple) else (type(argument).__name__, argument)
 
     return node.target, node.module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)

@@ -27,8 +27,8 @@ _SHARED = ("_absent", "_known")
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device, in the dtype that they are computed with. A parameter that it keeps is one of the module's that the stage
-    reads elsewhere too. `units` are the model's layers whose inputs FSDP casts."""
+    meta device, in the dtype that they are computed with. It keeps the module's parameters that the stage reads too.
+    `units` are the model's layers whose inputs FSDP casts."""
 
     def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
         super().__init__()

@@ -42,6 +42,7 @@ QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__
                        "equal", "allclose", "is_nonzero"})  # fmt: skip
 #: functions that make a tensor of values that the code wrote down
 _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
+_INDEXING = frozenset({"__getitem__", "__setitem__"})
 #: functions that ask for a tensor's shape, type and the like; `__get__` for an attribute such as dtype
 DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
@@ -152,7 +153,7 @@ class ConcreteValues(TorchFunctionMode):
         self._refuse_hidden_code(func, name, args, kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self.lay_bare(args[0])
-        before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
+        before, self.constant = self.constant, _digest((args, kwargs)) if _makes_constant(name, args) else self.constant
         try:
             results = func(*args, **kwargs)
         except Exception as error:
@@ -394,8 +395,18 @@ def _kept(argument: Any) -> Any:
     return argument.copy() if isinstance(argument, np.ndarray) else argument
 
 
+def _makes_constant(name: str, args: tuple[Any, ...]) -> bool:
+    """True for a call that makes a tensor of numbers: a constructor, or an index that is, or has, a list of them."""
+    if name in _CONSTANTS:
+        return True
+    if name not in _INDEXING or len(args) < 2:
+        return False
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(index, list | np.ndarray) for index in indices)
+
+
 def _digest(arguments: Any) -> str:
-    """Sixteen hex digits of the numbers in a constructor's arguments, tensors left out."""
+    """Sixteen hex digits of the numbers in a call's arguments, tensors left out."""
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
     data = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
     return hashlib.sha256(b"\0".join(data)).hexdigest()[:16]
