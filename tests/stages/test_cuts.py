@@ -24,6 +24,7 @@ from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference
 from tpplan.stages.cuts import cuts_of, end_cuts_of, stages_of
 from tpplan.stages.stage_model import as_stage
+from tpplan.trace.record_fx import given_on_meta
 from tpplan.trace.trace import repeated_children
 
 MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
@@ -97,7 +98,7 @@ def test_stages_together_hold_each_parameter_once() -> None:
     cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
     names: list[str] = []
     for stage in stages_of(graph, [cuts[0], cuts[2]], [3, 2, 1], 2):
-        model = as_stage(Stack(), stage, Precision.FP32, ())
+        model = as_stage(Stack(), stage, Precision.FP32, (), given_on_meta)
         names += [name for name, _ in model.named_parameters()]
         assert [name for name in repeated_children(model) if name] == [
             f"layers.{i}" for i in range(4) if any(n.startswith(f"layers.{i}.") for n, _ in model.named_parameters())
@@ -202,7 +203,8 @@ class Centred(Stack):
 def test_buffers_are_of_the_stage_that_runs_their_module() -> None:
     graph = traced(subject_of(Centred))
     cut = cuts_of(graph, [f"layers.{i}" for i in range(4)])[1]
-    first, last = (as_stage(Centred(), stage, Precision.FP32, ()) for stage in stages_of(graph, [cut], [2, 1], 2))
+    stages = stages_of(graph, [cut], [2, 1], 2)
+    first, last = (as_stage(Centred(), stage, Precision.FP32, (), given_on_meta) for stage in stages)
     assert "centre.running_mean" in dict(first.named_buffers())
     assert not dict(last.named_buffers())
 
@@ -269,7 +271,7 @@ def test_what_a_stage_keeps_in_flight_counts() -> None:
 
     two, one = planned(stage), planned(replace(stage, in_flight=1))
     kept = two.predicted.peak_memory_bytes - one.predicted.peak_memory_bytes
-    saved = saved_bytes(as_stage(Stack(), stage, Precision.FP32, ()), text(2, LENGTH))
+    saved = saved_bytes(as_stage(Stack(), stage, Precision.FP32, (), given_on_meta), text(2, LENGTH))
     assert saved <= kept <= 1.1 * saved  # a GPU's attention kernels keep a little more than a CPU's
     between = one.predicted.peak_memory_bytes + one.predicted.slack_bytes + kept / 2
     assert planned(replace(stage, in_flight=1), between).predicted.step_time_s == one.predicted.step_time_s

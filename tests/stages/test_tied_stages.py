@@ -20,7 +20,9 @@ from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.layout import R, S
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.stages import stage_lines
+from tpplan.search.points.options import Options
 
 NAME = "embedding.weight"
 
@@ -247,3 +249,62 @@ def test_copies_keep_the_dtype_of_the_optimizer(precision: Precision) -> None:
     plan = solved(Tied, stages=2, gpus=2, precision=precision)
     expected = torch.float32 if precision is Precision.BF16_MIXED else torch.bfloat16
     assert run_ranks(2, in_half, plan, timeout_s=120) == [(expected, True)] * 2
+
+
+def _encoder_decoder(name: str) -> nn.Module:
+    import transformers
+
+    shared = {"vocab_size": 64, "use_cache": False, "decoder_start_token_id": 0}
+    if name == "T5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    else:
+        sides = {f"{side}_{size}": n for side in ("encoder", "decoder")
+                 for size, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+        sizes = {**sides, "d_model": 32, "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**shared, **sizes)
+    model: nn.Module = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    return model
+
+
+def two_texts(batch: int, length: int) -> dict[str, Tensor]:
+    drawn, other = (torch.randint(3, 64, (batch, length + 1)) for _ in range(2))
+    return {"input_ids": drawn[:, :-1], "decoder_input_ids": other[:, :-1], "targets": other[:, 1:]}
+
+
+def stepped(build: Any, plan: PipelinePlan | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = build()
+    torch.manual_seed(1)
+    inputs = two_texts(4, LENGTH)
+    if plan is None:
+        loss(model(**tpplan.forward_inputs(model, inputs)), inputs).backward()
+        return gradients(model)
+    model = tpplan.apply_plan(model, plan)
+    model.step(plan.batch_for(dist.get_rank()).micro_batches(inputs), loss)
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("name", "weight"), [("T5", "shared.weight"), ("Bart", "model.shared.weight")])
+def test_an_encoder_and_a_decoder(name: str, weight: str) -> None:
+    """Cut between them; what all layers of the decoder read is sent by the encoder's last one. Bart's decoder asks for
+    values of its mask, where it is a stub too."""
+    pytest.importorskip("transformers")
+    build = partial(_encoder_decoder, name)
+    plan = tpplan.solve_stages(
+        build,
+        two_texts,
+        stages=2,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=MACHINE),
+        global_batch=4,
+        seq_len=LENGTH,
+        micro_batch=1,
+        options=Options(loss=loss, precision=Precision.FP32, recompute="none"),
+    )
+    assert not any(map(why_unproven, plan.stages))
+    expected = run_ranks(1, stepped, build, None)[0]
+    for found in run_ranks(2, stepped, build, plan, timeout_s=120):
+        assert weight in found
+        errors = relative_errors(found, {name: expected[name] for name in found})
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"

@@ -63,6 +63,7 @@ from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
 from tpplan.trace.hooks.generated_class import fold_forwards, is_generated
+from tpplan.trace.record_fx import given_on_meta
 from tpplan.trace.trace import repeated_children
 from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
@@ -129,7 +130,8 @@ def _in_stages(
     parts: list[nn.Module] = []
     error: TpplanError | None = None
     try:
-        parts = stage_copies(model, stages, plans[0].precision, tuple(repeated_children(model)))
+        layers = tuple(repeated_children(model))
+        parts = stage_copies(model, stages, plans[0].precision, layers, given_on_meta)
         for part, plan in zip(parts, plans, strict=True):
             check_model(part, plan)
             check_filled(part, plan)

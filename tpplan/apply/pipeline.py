@@ -254,10 +254,12 @@ class _Runner(nn.Module):
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         micro_batch = self.micro_batches[int(index)]
-        found = self.model(**_named(self.model, micro_batch, received))
+        found = self.model(**_named(self.model, micro_batch, tuple(map(_Received.apply, received))))
         if self.stage.last is None:
             assert self.loss is not None
             found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
+        else:
+            found = tuple(tensor.contiguous() for tensor in found)
         is_last = int(index) == self.steps - 1
         # A gradient arrives as the backward begins; the last backward reduces what has accumulated.
         for tensor in (found,) if isinstance(found, Tensor) else found:
@@ -266,6 +268,18 @@ class _Runner(nn.Module):
 
     def _begin_backward(self, is_last: bool, _gradient: Tensor) -> None:
         reduce_gradients(self.model, is_last)
+
+
+class _Received(torch.autograd.Function):
+    """What a stage receives, whose gradient is sent back, and for that made contiguous."""
+
+    @staticmethod
+    def forward(_ctx: Any, received: Tensor) -> Tensor:
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The stages of one rank: a copy of the model for each, and the model itself as what they hold together.
 
-    parts = stage_copies(model, stages, precision, layers)      # of each stage its own modules, stubs for all others
+    parts = stage_copies(model, stages, precision, layers, run) # of each stage its own modules, stubs for all others
     ...                                      # each is laid out on its own
     joined(model, parts)                     # the model now has the modules of all its rank's stages
 
@@ -22,7 +22,7 @@ from tpplan.core.graph import joined_name
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.stages.stage_model import as_stage, keep_stages
-from tpplan.stages.stub import Stub
+from tpplan.stages.stub import Run, Stub
 from tpplan.torch_internals.modules import own_buffers, own_children, own_parameters, share_parameters
 from tpplan.trace.hooks.generated_class import subclass
 
@@ -31,17 +31,17 @@ _COPIES = "_tpplan_copies"
 
 
 def stage_copies(
-    model: nn.Module, stages: Sequence[StagePlan], precision: Precision, units: Sequence[str]
+    model: nn.Module, stages: Sequence[StagePlan], precision: Precision, units: Sequence[str], run: Run
 ) -> list[nn.Module]:
     """For each stage a copy of the model with that stage's modules; the model itself where there is one stage. `units`
-    are the model's layers.
+    are the model's layers, `run` runs modules of stubs.
 
     Raises PlanMismatchError for a module or parameter that the model does not have, and UsageError for a model that
     cannot be copied.
     """
     if len(stages) == 1:
-        return [as_stage(model, stages[0], precision, units)]
-    return [as_stage(_copy(model, stage), stage, precision, units) for stage in stages]
+        return [as_stage(model, stages[0], precision, units, run)]
+    return [as_stage(_copy(model, stage), stage, precision, units, run) for stage in stages]
 
 
 def _copy(model: nn.Module, stage: StagePlan) -> nn.Module:

@@ -1,7 +1,7 @@
 """The model as one stage runs it: its own modules, and stubs in place of those of other stages.
 
     model = build_model()
-    as_stage(model, plan.stage, plan.precision, layers)  # the same module, which takes `received` besides its inputs
+    as_stage(model, plan.stage, plan.precision, layers, run)  # takes `received` besides its inputs
     sent = model(**inputs, received=tensors)     # a tuple of tensors; the model's own output on the last stage
 
 The root's own code runs on each stage, on the same inputs. A stub gives a tensor without memory of the shape that its
@@ -22,7 +22,7 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
-from tpplan.stages.stub import Stub, without_memory
+from tpplan.stages.stub import Run, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.trace.hooks.generated_class import subclass
@@ -68,9 +68,10 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     return (frozenset(blank) | absent) - dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
-def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: Iterable[str]) -> nn.Module:
+def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: Iterable[str], run: Run) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
-    The precision, and the layers (`units`) whose inputs FSDP casts in it, decide the dtypes of what stubs give.
+    The precision, and the layers (`units`) whose inputs FSDP casts in it, decide the dtypes of what stubs give; `run`
+    runs their modules.
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
@@ -82,9 +83,9 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
         kept = [one.name.removeprefix(f"{name}.") for one in stage.tied if within(one.name, name)]
         weights = {path: _taken(module, path) for path in kept}
-        stub = Stub(name, module, precision, units)
-        for path, weight in weights.items():
-            stub.keep(path, weight, precision, units)
+        stub = Stub(name, module, precision, units, run)
+        for path, kept_weight in weights.items():
+            stub.keep(path, kept_weight)
         stub.share_known(stubs)
         stubs.append(stub)
         own_children(parent)[child] = stub

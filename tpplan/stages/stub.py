@@ -1,26 +1,25 @@
 """A stub: what stands in a stage's model for a module of another stage."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.core.errors import ModelError
+from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
-from tpplan.torch_internals.operators import more_shapes_known
 from tpplan.torch_internals.recording import untraced
-from tpplan.trace.answers.data_dependent_sizes import as_many_as_can_be, counting_by
-from tpplan.trace.hooks.call_rewriting import own_code
 
-#: attributes of a stub that its copies share: the module that it stands for, and what calls of that module give
-_SHARED = ("_absent", "_known")
+#: attributes of a stub that its copies share: the module that it stands for, how it is run, and what its calls give
+_SHARED = ("_absent", "_run", "_known")
+#: what a module on the meta device gives for leaves of its arguments and their structure
+Run = Callable[[nn.Module, Sequence[Any], pytree.TreeSpec], Any]
 
 
 @final
@@ -28,9 +27,10 @@ class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
     meta device, in the dtype that they are computed with. It keeps the module's parameters that the stage reads too.
-    `units` are the model's layers whose inputs FSDP casts."""
+    `units` are the model's layers whose inputs FSDP casts, `run` says what the module gives
+    (tpplan.trace.record_fx.given_on_meta)."""
 
-    def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str], run: Run) -> None:
         super().__init__()
         self.name = name
         self.receives = False
@@ -39,6 +39,7 @@ class Stub(nn.Module):
         self.casts = precision is Precision.BF16_MIXED and name in units
         # In a tuple it is not registered: the module has no part in the stage's parameters, hooks or state.
         self._absent = (_computing_in(precision, name, module.to("meta"), units),)
+        self._run = (run,)
         #: by the arguments of a call: the leaves of the results, (shape, dtype) for a tensor, and their structure
         self._known: dict[object, tuple[list[Any], pytree.TreeSpec]] = {}
 
@@ -48,7 +49,7 @@ class Stub(nn.Module):
             found.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
         return found
 
-    def keep(self, path: str, weight: nn.Parameter, precision: Precision, units: Iterable[str]) -> None:
+    def keep(self, path: str, weight: nn.Parameter) -> None:
         """Registers a parameter of the module under its path there, on stubs of the modules inside."""
         child, _, rest = path.partition(".")
         if not rest:
@@ -57,9 +58,9 @@ class Stub(nn.Module):
         inside = own_children(self).get(child)
         if inside is None:
             module = self._absent[0].get_submodule(child)
-            inside = own_children(self)[child] = Stub(f"{self.name}.{child}", module, precision, units)
+            inside = own_children(self)[child] = Stub(f"{self.name}.{child}", module, Precision.FP32, (), *self._run)
         assert isinstance(inside, Stub)
-        inside.keep(rest, weight, precision, units)
+        inside.keep(rest, weight)
 
     def share_known(self, others: Sequence["Stub"]) -> None:
         """Takes what a call of the module gives from the first of `others` that stands for a like module."""
@@ -116,20 +117,21 @@ class Stub(nn.Module):
         """The leaves of what the module gives, (shape, dtype) for a tensor, and their structure."""
         key = tuple(_described(leaf) for leaf in leaves), spec
         if key not in self._known:
-            # Kernels as a trace has them: what a stub gives when a stage runs is what it gave when it was planned.
-            with untraced(), torch.no_grad(), more_shapes_known(), counting_by(as_many_as_can_be):
+            with untraced(), torch.no_grad():
                 given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]
-                args, kwargs = pytree.tree_unflatten(given, spec)
-                outputs = _called(self._absent[0], args, kwargs)
+                outputs = self._outputs(given, spec)
             found, made = pytree.tree_flatten(outputs)
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
         return self._known[key]
 
-
-@own_code
-def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What an absent module gives. What it calls is no part of the stage, and is compared with nothing."""
-    return module(*args, **kwargs)
+    def _outputs(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+        try:
+            return self._run[0](self._absent[0], leaves, spec)
+        except Exception as error:  # the module's own code, on tensors without values
+            raise ModelError(
+                f"module {self.name}, which is in another stage, gives there what its code does not tell from shapes "
+                f"alone: {first_line(error.__cause__ or error)}; plan without stages (--pp 1)"
+            ) from error
 
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:

@@ -31,11 +31,12 @@ from tpplan.torch_internals.recording import (
     recorded,
     recorder,
     results_kept_by,
+    untraced,
 )
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import Compared, ConcreteValues, Question
 from tpplan.trace.answers.cond import higher_order_ops_traced
-from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
+from tpplan.trace.answers.data_dependent_sizes import Counts, as_many_as_can_be, counting_by
 from tpplan.trace.answers.one_dtype import check_one_dtype
 from tpplan.trace.answers.planned_device import is_foreign, line_of, machine_as_planned
 from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
@@ -147,6 +148,33 @@ def record(
     except Exception as error:
         raise StoppedError(_without_empty(graphs[0]) if graphs else torch.fx.Graph()) from error
     return _program(graph_module, given, specs[0], tuple(left or ()), known, counts)
+
+
+class _Called(nn.Module):
+    """A call of a module, of leaves of its arguments; keeps what the module gives."""
+
+    def __init__(self, module: nn.Module, spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.module, self.spec = module, spec
+        self.given: Any = None
+
+    def forward(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        self.given = self.module(*args, **kwargs)
+        return self.given
+
+
+def given_on_meta(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """What a module gives on the meta device for leaves of its arguments, of the structure `spec`, by the kernels of a
+    trace, so that it is the same in a trace and outside of one; no mode sees what it calls. Where its code asks for
+    values they are answered as in a trace; raises what `record` raises."""
+    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+    with untraced((CallNotes,)), torch.no_grad(), more_shapes_known(), counting_by(as_many_as_can_be):
+        with contextlib.suppress(RuntimeError):  # torch's, for tensors without values
+            return module(*args, **kwargs)
+        called = _Called(module, spec)
+        record(called, leaves, [str(i) for i in range(len(leaves))], lambda: "")
+        return called.given
 
 
 def _program(

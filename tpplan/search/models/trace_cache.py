@@ -37,6 +37,7 @@ from tpplan.search.models.meta_model import Built, built_on_meta
 from tpplan.search.models.subject import BuildModel, Subject
 from tpplan.stages.stage_model import as_stage
 from tpplan.trace.forward_arguments import Inputs
+from tpplan.trace.record_fx import given_on_meta
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.trace import assumptions, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
@@ -380,4 +381,4 @@ class TraceCache:
 
 def _with_stage(build_model: BuildModel, stage: StagePlan, precision: Precision) -> nn.Module:
     model = build_model()
-    return as_stage(model, stage, precision, repeated_children(model))
+    return as_stage(model, stage, precision, repeated_children(model), given_on_meta)

@@ -87,16 +87,16 @@ def _seconds_of_ties(plans: Sequence[Plan], shape: PipelineShape, cluster: Clust
     """Seconds of a step in which the slowest stage gets the gradients of its parameters from the others that have them,
     one after the other."""
     found = [0.0] * len(plans)
-    for plan in plans:
+    for index, plan in enumerate(plans):
         for one in plan.stage.tied if plan.stage is not None else ():
             own = plan.parameter_plans()[one.name]
             ranks = plan.mesh.shard if uses_fsdp(plan.mesh, plan.precision) else 1
             moved = math.prod(local_shape(own.shape, own.placement, plan.mesh.tp)) / ranks
             size = moved * master_bytes(plan.precision, own.dtype) * own.trainable
             for other in one.stages:
-                if other != plan.stage.index:
-                    ends = plan.stage.index % shape.parts, other % shape.parts
-                    found[plan.stage.index] += _seconds_of_a_pair(*ends, size, shape, cluster)
+                if other != index:
+                    ends = index % shape.parts, other % shape.parts
+                    found[index] += _seconds_of_a_pair(*ends, size, shape, cluster)
     return max(found)
 
 
