@@ -1,6 +1,6 @@
 """What solving takes for large models with experts, and what the plans are.
 
-    python scripts/bench/experts.py [qwen3-235b qwen3-235b-wide mixtral deepseek-v3] [--runs 1]
+    python scripts/bench/experts.py [qwen3-235b qwen3-235b-wide qwen3-235b-stages mixtral deepseek-v3] [--runs 1]
 
 Each run is a process of its own that plans a model of transformers, by its published sizes, for a cluster of the
 profile h100-sxm, from importing torch to the proven plan: CPU seconds, peak memory of the process, predicted tokens per
@@ -45,8 +45,8 @@ DEEPSEEK_V3: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model by its configuration, the GPUs and batch it is planned for, and the bars: CPU seconds, GB of memory, and
-    tokens per second and GPU (0: none)."""
+    """A model by its configuration, the GPUs and batch it is planned for, in how many pipeline stages and whether for
+    torch.compile, and the bars: CPU seconds, GB of memory, and tokens per second and GPU (0: none)."""
 
     config: Mapping[str, object]
     gpus: int
@@ -54,11 +54,16 @@ class Case:
     most_s: float
     most_gb: float = 3.0
     least_tokens_per_s: float = 0.0
+    stages: int = 1
+    compile: bool = False
 
 
 CASES = {
     "qwen3-235b": Case(config=QWEN3_235B, gpus=256, global_batch=512, most_s=20.0),
     "qwen3-235b-wide": Case(config=QWEN3_235B, gpus=256, global_batch=2048, most_s=20.0, least_tokens_per_s=1500.0),
+    "qwen3-235b-stages": Case(
+        config=QWEN3_235B, gpus=256, global_batch=2048, most_s=20.0, least_tokens_per_s=1500.0, stages=16, compile=True
+    ),
     "mixtral": Case(config=MIXTRAL, gpus=64, global_batch=512, most_s=10.0),
     "deepseek-v3": Case(config=DEEPSEEK_V3, gpus=2048, global_batch=8192, most_s=30.0),
 }
@@ -70,26 +75,31 @@ def measure(case: Case) -> dict[str, float | str]:
     started = time.monotonic()
     import tpplan
     from tpplan.search.models.user_model import load_model_file
+    from tpplan.search.points.options import Options
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(case.config))
         spec = load_model_file(f"hf:{folder}")
-        plan = tpplan.solve(
-            spec.build_model,
-            spec.example_inputs,
-            cluster=tpplan.Cluster(gpus=case.gpus, gpus_per_node=GPUS_PER_NODE, profile=PROFILE),
-            global_batch=case.global_batch,
-            seq_len=SEQ_LEN,
-            loss=spec.loss,
-            unused_outputs=spec.unused_outputs,
-        )
-    recomputed = {str(how) for how in plan.recomputed_modules().values()} or {"none"}
+        cluster = tpplan.Cluster(gpus=case.gpus, gpus_per_node=GPUS_PER_NODE, profile=PROFILE)
+        asked = {"loss": spec.loss, "unused_outputs": tuple(spec.unused_outputs), "compile": case.compile}
+        batch = {"global_batch": case.global_batch, "seq_len": SEQ_LEN}
+        plan: tpplan.Plan | tpplan.PipelinePlan
+        if case.stages > 1:
+            options = Options(**asked)
+            made = spec.build_model, spec.example_inputs
+            plan = tpplan.solve_stages(*made, stages=case.stages, cluster=cluster, options=options, **batch)
+        else:
+            plan = tpplan.solve(spec.build_model, spec.example_inputs, cluster=cluster, **batch, **asked)
+    parts = plan.stages if isinstance(plan, tpplan.PipelinePlan) else (plan,)
+    mesh = parts[-1].mesh
+    recomputed = {str(how) for part in parts for how in part.recomputed_modules().values()} or {"none"}
+    in_stages = f"{case.stages} stages, " if case.stages > 1 else ""
     return {
         "CPU s": time.process_time(),
         "wall s": time.monotonic() - started,
         "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,  # Linux counts KiB
-        "tokens/s": case.global_batch * SEQ_LEN / plan.predicted.step_time_s / plan.mesh.num_gpus,
-        "plan": f"{plan.mesh}; micro-batch {plan.batch.micro_batch}, recomputes {', '.join(sorted(recomputed))}",
+        "tokens/s": case.global_batch * SEQ_LEN / plan.predicted.step_time_s / mesh.num_gpus / case.stages,
+        "plan": f"{in_stages}{mesh}; micro-batch {plan.batch.micro_batch}, recomputes {', '.join(sorted(recomputed))}",
     }
 
 

@@ -55,7 +55,7 @@ def assert_as_one_process(build: Any, plan: PipelinePlan, names: set[str]) -> No
 def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     plan = solved(Tied, stages=stages, gpus=gpus, **options)
     last = len(plan.stages) - 1
-    own = [one.stage.tied for one in plan.stages if one.stage is not None]
+    own = [one.stage.ties for one in plan.stages if one.stage is not None]
     assert own[0] == own[-1] != ()
     assert not any(own[1:-1])
     assert f"tied          {NAME} is in stages 0 and {last}, which add up their gradients once a step" in stage_lines(
@@ -208,7 +208,7 @@ class Cycle(Stack):
 
 def test_a_parameter_of_all_layers_is_in_all_stages() -> None:
     plan = solved(Cycle, stages=4, gpus=4)
-    own = [one.stage.tied for one in plan.stages if one.stage is not None]
+    own = [one.stage.ties for one in plan.stages if one.stage is not None]
     assert [[(one.name, one.stages) for one in tied] for tied in own] == [[("layers.0.norm.weight", (0, 1, 2, 3))]] * 4
     _, expected = run_ranks(1, one_process, Cycle)[0]
     for _, _, found in run_ranks(4, on_ranks, Cycle, plan, timeout_s=120):
@@ -226,7 +226,7 @@ def test_plans_whose_copies_lie_otherwise_are_refused() -> None:
     with pytest.raises(PlanError, match=f"{NAME} lies otherwise than in the other stages that have it"):
         PipelinePlan.from_dict(json.loads(replace(plan, stages=(other, plan.stages[1])).dumps()))
     assert first.stage is not None
-    alone = replace(first, stage=replace(first.stage, tied=()))
+    alone = replace(first, stage=replace(first.stage, tied=None))
     with pytest.raises(PlanError, match=f"the other stages do not say that they have {NAME}"):
         PipelinePlan.from_dict(json.loads(replace(plan, stages=(alone, plan.stages[1])).dumps()))
 

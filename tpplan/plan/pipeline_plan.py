@@ -180,7 +180,7 @@ class PipelinePlan:
                 raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")
             if problem := stage.why_not_sliced(plan.mesh.tp):
                 raise PlanError(f"{where}.stage.sends: {problem}")
-            for one in stage.tied:
+            for one in stage.ties:
                 self._check_tied(one, where, index)
         steps = self.batch.accumulation_steps
         if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
@@ -192,11 +192,11 @@ class PipelinePlan:
         others = [self.stages[stage] for stage in one.stages if stage < len(self.stages)]
         if index not in one.stages or len(others) < len(one.stages) or len(parts) < len(one.stages):
             raise PlanError(
-                f"{where}.stage.tied: {one.name} in stages {list(one.stages)}: expected this stage and others, each in "
+                f"{where}.stage.ties: {one.name} in stages {list(one.stages)}: expected this stage and others, each in "
                 "a part of its own"
             )
-        if any(other.stage is None or one not in other.stage.tied for other in others):
-            raise PlanError(f"{where}.stage.tied: the other stages do not say that they have {one.name}")
+        if any(other.stage is None or one not in other.stage.ties for other in others):
+            raise PlanError(f"{where}.stage.ties: the other stages do not say that they have {one.name}")
         found = {(_placement(other, one.name), one.name in other.parameters_over_tp()) for other in others}
         if len(found) > 1:
             raise PlanError(

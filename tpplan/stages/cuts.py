@@ -166,7 +166,7 @@ def _stage(
         sends=tensors_of(graph, last) if last is not None else (),
         in_flight=1,
         micro_batch=1,
-        tied=tuple(TiedPlan(name=source.label, stages=stages) for source, stages in tied.items()),
+        tied=tuple(TiedPlan(name=source.label, stages=stages) for source, stages in tied.items()) or None,
     )
 
 

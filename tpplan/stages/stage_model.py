@@ -81,7 +81,7 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         module = own_children(parent).get(child)
         if module is None:
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
-        kept = [one.name.removeprefix(f"{name}.") for one in stage.tied if within(one.name, name)]
+        kept = [one.name.removeprefix(f"{name}.") for one in stage.ties if within(one.name, name)]
         weights = {path: _taken(module, path) for path in kept}
         stub = Stub(name, module, precision, units, run)
         for path, kept_weight in weights.items():

@@ -95,7 +95,7 @@ def tied_weights(
     stage's module does not have."""
     found = {}
     for module, stage in zip(parts, stages, strict=True):
-        for one in stage.tied:
+        for one in stage.ties:
             if one.name not in dict(module.named_parameters(remove_duplicate=False)):
                 raise PlanMismatchError(f"stage {stage.index} has no parameter {one.name}: solve again")
             places = tuple(index % number for index in one.stages)

@@ -1,6 +1,7 @@
 """The report of a plan of stages: what a step takes, a line for each stage, and what was not searched."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 from tpplan.core.units import DTYPE_BYTES, format_bytes, format_seconds
@@ -39,8 +40,12 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
     limit = max(own.predicted.memory_limit_bytes for own in plan.stages)
     held = max(own.predicted.held_bytes for own in plan.stages)
     unproven = next(filter(None, map(why_unproven, plan.stages)), "")
+    mesh = replace(first.mesh, ep=plan.ep)
     return [
-        ("stages", f"{_counted(plan)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
+        (
+            "stages",
+            f"{_counted(plan)}, each on {mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}",
+        ),
         (
             "step",
             f"{format_seconds(predicted.step_time_s)}: {format_seconds(predicted.stage_s)} in the slowest "
@@ -64,7 +69,7 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
 
 def _tied(plan: PipelinePlan) -> Iterator[tuple[str, str]]:
     """Yields the parameters that several stages have."""
-    every = {one: None for own in plan.stages if own.stage is not None for one in own.stage.tied}
+    every = {one: None for own in plan.stages if own.stage is not None for one in own.stage.ties}
     for one in every:
         stages = ", ".join(map(str, one.stages[:-1])) + f" and {one.stages[-1]}"
         yield "tied", f"{one.name} is in stages {stages}, which add up their gradients once a step"

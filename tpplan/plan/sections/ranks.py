@@ -120,7 +120,12 @@ class StagePlan:
     beside_bytes: Amount = 0.0
     kept_bytes: Amount = 0.0
     resting_bytes: Amount = 0.0
-    tied: tuple[TiedPlan, ...] = ()
+    tied: tuple[TiedPlan, ...] | None = None
+
+    @property
+    def ties(self) -> tuple[TiedPlan, ...]:
+        """The parameters that other stages read too."""
+        return self.tied or ()
 
     @property
     def bare(self) -> "StagePlan":

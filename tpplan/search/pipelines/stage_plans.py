@@ -165,7 +165,7 @@ class AllStages:
     def _own(self, *, prove: bool, is_plain: bool) -> list[Plan] | None:
         # From the last stage on: a head, whose products take longest, decides how a tied embedding lies.
         found = self._one_after_the_other(self.stages[::-1], prove=prove, is_plain=is_plain)
-        if found is None and any(stage.tied for stage in self.stages):
+        if found is None and any(stage.ties for stage in self.stages):
             found = self._one_after_the_other(self.stages, prove=prove, is_plain=is_plain)
         if found is None:
             return None

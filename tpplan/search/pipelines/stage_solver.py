@@ -156,7 +156,7 @@ class StageSolver:
         key = micro_batch, chosen
         if key not in self._stages:
             self._stages[key] = stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
-        for one in {own for stage in self._stages[key] for own in stage.tied}:
+        for one in {own for stage in self._stages[key] for own in stage.ties}:
             if len({index % shape.parts for index in one.stages}) < len(one.stages):
                 raise UsageError(
                     f"{shape.option}: parameter {one.name} is read in stages {', '.join(map(str, one.stages))}, and "
@@ -230,7 +230,7 @@ class StageSolver:
         graph = self.whole(degrees.micro_batch, degrees.ep).graph
         for source in graph.parameters:
             is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
-            is_tied = any(one.name == source.label for one in stage.tied)
+            is_tied = any(one.name == source.label for one in stage.ties)
             if (is_absent and not is_tied) or source.label in stage.blank:
                 continue
             value = graph.values[source.result]

@@ -88,7 +88,7 @@ def _seconds_of_ties(plans: Sequence[Plan], shape: PipelineShape, cluster: Clust
     one after the other."""
     found = [0.0] * len(plans)
     for index, plan in enumerate(plans):
-        for one in plan.stage.tied if plan.stage is not None else ():
+        for one in plan.stage.ties if plan.stage is not None else ():
             own = plan.parameter_plans()[one.name]
             ranks = plan.mesh.shard if uses_fsdp(plan.mesh, plan.precision) else 1
             moved = math.prod(local_shape(own.shape, own.placement, plan.mesh.tp)) / ranks

@@ -26,14 +26,14 @@ class Resting:
 
     def of(self, stage: StagePlan) -> "Resting":
         """The layouts of the parameters that a stage reads."""
-        own = {one.name for one in stage.tied}
+        own = {one.name for one in stage.ties}
         return Resting(tuple((name, layout) for name, layout in self.layouts if name in own))
 
     def after(self, plan: Plan) -> "Resting":
         """The layouts with those of one more stage's plan."""
         assert plan.stage is not None
         known, planned = dict(self.layouts), plan.parameter_plans()
-        for one in plan.stage.tied:
+        for one in plan.stage.ties:
             known.setdefault(one.name, planned[one.name].placement)
         return Resting(tuple(known.items()))
 
