@@ -21,7 +21,7 @@ from scripts.dev.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.core.errors import PlanError, PlanMismatchError
 from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.core.mesh import Axis
-from tpplan.core.name_patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
+from tpplan.core.name_patterns import MAX_BLOCK_INDEX, ROOT, format_ranges, parse_ranges
 from tpplan.core.strict_json import AtLeast, Text
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import (
@@ -159,7 +159,10 @@ def test_schema_patterns_say_what_is_parsed():
 # Round trip.
 
 
-names = st.text(st.sampled_from("abc.0") | st.characters(codec="utf-8", exclude_characters="*"), min_size=1, max_size=8)
+#: without the name of the root, which hypothesis finds in the code
+names = st.text(
+    st.sampled_from("abc.0") | st.characters(codec="utf-8", exclude_characters="*"), min_size=1, max_size=8
+).filter(lambda name: name != ROOT)
 layouts = st.sampled_from([R, R_STAR, P, ROWS, S(0), S(3)])
 dims = st.sampled_from([Dim(0), Dim(32), Dim(1, 1, "length"), Dim(-2, 3, "batch"), Dim(0, 1, "batch * length")])
 
