@@ -96,9 +96,9 @@ def test_transformers(name: str, weight: str) -> None:
     assert_as_one_process(build, solved(build, stages=2, gpus=4, tp=2), {weight})
 
 
-def trained(plan: PipelinePlan | None, is_on_meta: bool = False) -> tuple[list[float], dict[str, Tensor], bool]:
-    """Losses and norms of AdamW steps of two batches each with clipping, the parameters after them, and whether
-    gradients of two batches are the sum of each's."""
+def trained(plan: PipelinePlan | None, is_on_meta: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, over all replicas, and norms of AdamW steps of two batches each with clipping, and the parameters after
+    them."""
     torch.manual_seed(0 if plan is None else dist.get_rank())  # ranks begin with other values, but the first's
     model: nn.Module = Tied()
     if plan is not None:
@@ -119,21 +119,23 @@ def trained(plan: PipelinePlan | None, is_on_meta: bool = False) -> tuple[list[f
             else:
                 value = loss(model(inputs["tokens"]), inputs)
                 value.backward()
+            if plan is not None:
+                dist.all_reduce(value, dist.ReduceOp.AVG)
             seen.append(value.item())
         seen.append(tpplan.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}, True
+    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("tp", "is_on_meta"), [(1, False), (2, True)])
-def test_training_with_clipping_over_two_batches(tp: int, is_on_meta: bool) -> None:
+@pytest.mark.parametrize(("tp", "fsdp", "is_on_meta"), [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_training_with_clipping_over_two_batches(tp: int, fsdp: int, is_on_meta: bool) -> None:
     """The norm counts the parameter once; a second batch's gradient is added to what the first has left; copies stay
     equal to the last bit."""
-    plan = solved(Tied, stages=2, gpus=2 * tp, tp=tp)
-    expected, parameters, _ = run_ranks(1, trained, None)[0]
-    results = run_ranks(2 * tp, trained, plan, is_on_meta, timeout_s=120)
-    for seen, own, _ in results:
+    plan = solved(Tied, stages=2, gpus=2 * tp * fsdp, tp=tp, fsdp=fsdp)
+    expected, parameters = run_ranks(1, trained, None)[0]
+    results = run_ranks(plan.num_gpus, trained, plan, is_on_meta, timeout_s=120)
+    for seen, own in results:
         assert seen == pytest.approx(expected, rel=1e-3)
         for name, value in own.items():
             assert torch.allclose(value, parameters[name], atol=2e-3), name

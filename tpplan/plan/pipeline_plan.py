@@ -192,11 +192,11 @@ class PipelinePlan:
         others = [self.stages[stage] for stage in one.stages if stage < len(self.stages)]
         if index not in one.stages or len(others) < len(one.stages) or len(parts) < len(one.stages):
             raise PlanError(
-                f"{where}.stage.ties: {one.name} in stages {list(one.stages)}: expected this stage and others, each in "
+                f"{where}.stage.tied: {one.name} in stages {list(one.stages)}: expected this stage and others, each in "
                 "a part of its own"
             )
         if any(other.stage is None or one not in other.stage.ties for other in others):
-            raise PlanError(f"{where}.stage.ties: the other stages do not say that they have {one.name}")
+            raise PlanError(f"{where}.stage.tied: the other stages do not say that they have {one.name}")
         found = {(_placement(other, one.name), one.name in other.parameters_over_tp()) for other in others}
         if len(found) > 1:
             raise PlanError(

@@ -70,18 +70,20 @@ class TiedWeight:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = _local(parameter.grad)
-        mine, given = own.contiguous(), dict[int, Tensor]()
+        if not own.numel():  # nor have the ranks at its place in other stages any of it
+            return
+        mine = own.contiguous()
+        given = {self.group.rank(): mine}
         every: list[dist.P2POp] = []
-        for other in (part for part in self.parts if part != self.group.rank() and own.numel()):
+        for other in (part for part in self.parts if part != self.group.rank()):
             given[other] = torch.empty_like(mine)
             every.append(dist.P2POp(dist.isend, mine, group=self.group, group_peer=other))
             every.append(dist.P2POp(dist.irecv, given[other], group=self.group, group_peer=other))
-        for work in dist.batch_isend_irecv(every) if every else ():
+        for work in dist.batch_isend_irecv(every):
             work.wait()
-        given[self.group.rank()] = mine
         total = given[self.parts[0]].clone()
         for other in self.parts[1:]:
-            total += given[other] if own.numel() else 0
+            total += given[other]
         own.copy_(total)
         if earlier is not None:
             own += _local(earlier)

@@ -16,6 +16,7 @@ from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
 from tpplan.search.best_first import NotFasterError
+from tpplan.search.expert_degrees import ACROSS
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import MOST_HASTENED, AllStages
@@ -291,10 +292,15 @@ class Search:
                 gap=1.0,
                 meshes_tried=len(self.degrees()),
                 skipped={},
-                unsearched=UNSEARCHED,
+                unsearched=(*UNSEARCHED, *self._left_out()),
             ),
             stages=tuple(plans),
         )
+
+    def _left_out(self) -> Iterator[str]:
+        """Yields lines on degrees that are not looked at unless asked for."""
+        if self.solver.options.ep is None and any(degrees.ep > 1 for degrees in self.degrees()):
+            yield ACROSS
 
     def _moved(self, degrees: Degrees) -> tuple[Sizes, list[Plan]]:
         """The stages, with layers moved from the slowest rank to the fastest while a step gets shorter."""
