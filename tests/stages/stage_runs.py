@@ -1,11 +1,12 @@
 """Models in stages, solved on a made-up machine and run on real ranks, against one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import gradients, relative_errors
+from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
 from stage_models import (
     LENGTH,
@@ -24,7 +25,7 @@ import tpplan
 from profiles import synthetic_profile
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.plan import Precision
+from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.search.points.options import Options
 
@@ -110,3 +111,63 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
     errors = relative_errors(everything, expected)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+
+
+def saved(build: Callable[[], nn.Module], plan: PipelinePlan, folder: Path) -> dict[str, Tensor]:
+    """Saves a checkpoint and weights after a step; what this rank's stages then hold."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(build(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(build)), loss)  # type: ignore[operator]
+    optimizer.step()
+    tpplan.save_checkpoint(folder / "checkpoint", model, optimizer, step=1)
+    tpplan.save_safetensors(model, folder / "weights")
+    return held(model, optimizer)
+
+
+def loaded(
+    build: Callable[[], nn.Module], plan: PipelinePlan | Plan, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the checkpoint gives, and the parameters that the files of weights give."""
+    torch.manual_seed(5)
+    model = tpplan.apply_plan(build(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tpplan.load_checkpoint(folder / "checkpoint", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    found = held(model, optimizer)
+    tpplan.init_weights(model, build, seed=3)
+    tpplan.load_safetensors(model, folder / "weights")
+    return found, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, and the optimizer's first moments of them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = whole(parameter.detach()).clone()
+        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
+    return found
+
+
+def assert_loads(
+    build: Callable[[], nn.Module], plan: PipelinePlan, others: Sequence[PipelinePlan | Plan], folder: Path
+) -> None:
+    """What is saved under one plan is what every other one loads."""
+    expected: dict[str, Tensor] = {}
+    for own in run_ranks(plan.num_gpus, saved, build, plan, folder, timeout_s=120):
+        assert all(torch.equal(expected[name], own[name]) for name in expected.keys() & own.keys())
+        expected |= own
+    for other in others:
+        ranks = other.num_gpus if isinstance(other, PipelinePlan) else other.mesh.num_gpus
+        found: dict[str, Tensor] = {}
+        for own, files in run_ranks(ranks, loaded, build, other, folder, timeout_s=120):
+            found |= own
+            assert all(torch.equal(value, expected[name]) for name, value in files.items())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def in_one_stage(build: Callable[[], nn.Module]) -> Plan:
+    """A plan of the whole model on one rank."""
+    machine = tpplan.Cluster(gpus=1, profile=MACHINE)
+    return tpplan.solve(build, text, cluster=machine, global_batch=8, seq_len=LENGTH, loss=loss)

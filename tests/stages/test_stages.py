@@ -20,7 +20,7 @@ from stage_models import (
     text,
     with_own_loss,
 )
-from stage_runs import MACHINE, assert_as_one_process, given, on_ranks, one_process, solved
+from stage_runs import assert_as_one_process, assert_loads, given, in_one_stage, on_ranks, one_process, solved
 from torch import Tensor, nn
 
 import tpplan
@@ -188,54 +188,10 @@ def test_twenty_steps(virtual: int) -> None:
         assert torch.allclose(found[name], value, atol=2e-3), name
 
 
-def saved(plan: PipelinePlan, folder: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(Stack(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)), loss)  # type: ignore[operator]
-    optimizer.step()
-    tpplan.save_checkpoint(folder, model, optimizer, step=1)
-    return held(model, optimizer)
-
-
-def loaded(plan: PipelinePlan | Plan, folder: str) -> dict[str, Tensor]:
-    torch.manual_seed(5)
-    model = tpplan.apply_plan(Stack(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tpplan.load_checkpoint(folder, model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    return held(model, optimizer)
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, and the optimizer's first moments of them."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = whole(parameter.detach()).clone()
-        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
-    return found
-
-
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path, virtual: int) -> None:
-    folder = str(tmp_path / "saved")
-    expected: dict[str, Tensor] = {}
-    for own in run_ranks(2, saved, solved(Stack, stages=2, gpus=2, virtual=virtual), folder):
-        expected |= own
-    found: dict[str, Tensor] = {}
-    for own in run_ranks(3, loaded, solved(Stack, stages=3, gpus=3), folder):
-        found |= own
-    plain = tpplan.solve(
-        Stack,
-        text,
-        cluster=tpplan.Cluster(gpus=1, profile=MACHINE),
-        global_batch=8,
-        seq_len=LENGTH,
-        loss=loss,
-    )
-    for result in (found, run_ranks(1, loaded, plain, folder)[0]):
-        assert result.keys() == expected.keys()
-        assert all(torch.equal(result[name], value) for name, value in expected.items())
+    plan = solved(Stack, stages=2, gpus=2, virtual=virtual)
+    assert_loads(Stack, plan, (solved(Stack, stages=3, gpus=3), in_one_stage(Stack)), tmp_path)
 
 
 def wrong_number(plan: PipelinePlan) -> str:

@@ -14,7 +14,7 @@ from moe_models import hugging_face as moe
 from one_process import whole
 from ranks import run_ranks
 from stage_models import LENGTH, loss, text
-from stage_runs import assert_as_one_process, given, solved
+from stage_runs import assert_as_one_process, assert_loads, given, solved
 from test_counted import Tracker
 from test_expert_parallel import solved as of_experts
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import tpplan
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.plan import Plan
 from tpplan.search.pipelines.rank_memory import num_bytes
 
 WIDTH = 16
@@ -177,52 +176,14 @@ def test_ranks_hold_what_the_plan_counts(options: dict[str, Any]) -> None:
         assert 0.97 * predicted < found < 1.04 * predicted + plan.batch.accumulation_steps * crossing
 
 
-def saved(plan: PipelinePlan, folder: Path) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(Moe(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Moe)), loss)  # type: ignore[operator]
-    optimizer.step()
-    tpplan.save_checkpoint(folder / "checkpoint", model, optimizer, step=1)
-    tpplan.save_safetensors(model, folder / "weights")
-    return held(model, optimizer)
-
-
-def loaded(plan: PipelinePlan | Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a checkpoint gives, and the parameters that safetensors files give."""
-    torch.manual_seed(5)
-    model = tpplan.apply_plan(Moe(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tpplan.load_checkpoint(folder / "checkpoint", model, optimizer)
-    found = held(model, optimizer)
-    tpplan.init_weights(model, Moe, seed=3)
-    tpplan.load_safetensors(model, folder / "weights")
-    return found, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, and the optimizer's first moments of them."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = whole(parameter.detach()).clone()
-        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
-    return found
-
-
 def test_checkpoints_load_under_other_stages_and_divisions(tmp_path: Path) -> None:
-    shape = {"stages": 2, "gpus": 4, "tp": 1}
-    expected: dict[str, Tensor] = {}
-    for own in run_ranks(4, saved, solved(Moe, **shape, ep=2, virtual=2), tmp_path, timeout_s=120):  # type: ignore[arg-type]
-        expected |= own
-    whole_model = of_experts(Moe, gpus=4, ep=4, fsdp=4)
-    for plan in (solved(Moe, **shape, ep=1), solved(Moe, stages=2, gpus=8, tp=2, ep=2), whole_model):  # type: ignore[arg-type]
-        found: dict[str, Tensor] = {}
-        ranks = plan.num_gpus if isinstance(plan, PipelinePlan) else plan.mesh.num_gpus
-        for own, files in run_ranks(ranks, loaded, plan, tmp_path, timeout_s=120):
-            found |= own
-            assert all(torch.equal(value, expected[name]) for name, value in files.items())
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    plan = solved(Moe, stages=2, gpus=4, tp=1, ep=2, virtual=2)
+    others = (
+        solved(Moe, stages=2, gpus=4, tp=1, ep=1),
+        solved(Moe, stages=2, gpus=8, tp=2, ep=2),
+        of_experts(Moe, gpus=4, ep=4, fsdp=4),
+    )
+    assert_loads(Moe, plan, others, tmp_path)
 
 
 def loads(plan: PipelinePlan) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
 from stage_models import LENGTH, SIZES, Stack, Tied, loss, text
-from stage_runs import MACHINE, TOLERANCE, given, loss_of, on_ranks, one_process, solved
+from stage_runs import MACHINE, TOLERANCE, assert_loads, given, in_one_stage, loss_of, on_ranks, one_process, solved
 from torch import Tensor, nn
 
 import tpplan
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.layout import R, S
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.plan import Precision
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.report.stages import stage_lines
 from tpplan.search.points.options import Options
@@ -142,61 +142,16 @@ def test_training_with_clipping_over_two_batches(tp: int, fsdp: int, is_on_meta:
     assert torch.equal(results[0][1][NAME], results[-1][1][NAME])
 
 
-def saved(plan: PipelinePlan, folder: Path) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(Tied(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Tied)), loss)  # type: ignore[operator]
-    optimizer.step()
-    tpplan.save_checkpoint(folder / "checkpoint", model, optimizer, step=1)
-    tpplan.save_safetensors(model, folder / "weights")
-    return held(model, optimizer)
-
-
-def loaded(plan: PipelinePlan | Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    torch.manual_seed(5)
-    model = tpplan.apply_plan(Tied(), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tpplan.load_checkpoint(folder / "checkpoint", model, optimizer)
-    found = held(model, optimizer)
-    tpplan.init_weights(model, Tied, seed=3)
-    tpplan.load_safetensors(model, folder / "weights")
-    return found, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Parameters, and the optimizer's first moments of them."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = whole(parameter.detach()).clone()
-        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
-    return found
-
-
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_checkpoints_of_stages_load_in_one_and_back(tmp_path: Path, virtual: int) -> None:
-    plain = tpplan.solve(
-        Tied, text, cluster=tpplan.Cluster(gpus=1, profile=MACHINE), global_batch=8, seq_len=LENGTH, loss=loss
-    )
-    every: list[PipelinePlan | Plan] = [
-        plain,
+    plan = solved(Tied, stages=2, gpus=2 * virtual, virtual=virtual, tp=1, fsdp=virtual)
+    others = (
+        in_one_stage(Tied),
         solved(Tied, stages=3, gpus=3),
         solved(Tied, stages=2, gpus=4, tp=2),
         solved(Tied, stages=2, gpus=4, virtual=2, tp=1, fsdp=2),
-    ]
-    expected: dict[str, Tensor] = {}
-    plan = solved(Tied, stages=2, gpus=2 * virtual, virtual=virtual, tp=1, fsdp=virtual)
-    for own in run_ranks(plan.num_gpus, saved, plan, tmp_path, timeout_s=120):
-        assert all(torch.equal(expected[name], own[name]) for name in expected.keys() & own.keys())
-        expected |= own
-    for other in every:
-        ranks = other.num_gpus if isinstance(other, PipelinePlan) else other.mesh.num_gpus
-        found: dict[str, Tensor] = {}
-        for own, files in run_ranks(ranks, loaded, other, tmp_path, timeout_s=120):
-            found |= own
-            assert all(torch.equal(value, expected[name]) for name, value in files.items())
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    )
+    assert_loads(Tied, plan, others, tmp_path)
 
 
 class Cycle(Stack):
