@@ -254,7 +254,8 @@ class _Runner(nn.Module):
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         micro_batch = self.micro_batches[int(index)]
-        found = self.model(**_named(self.model, micro_batch, tuple(map(_Received.apply, received))))
+        given = _Received.apply(*received) if received else ()  # type: ignore[no-untyped-call]
+        found = self.model(**_named(self.model, micro_batch, given))
         if self.stage.last is None:
             assert self.loss is not None
             found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
@@ -271,15 +272,15 @@ class _Runner(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """What a stage receives, whose gradient is sent back, and for that made contiguous."""
+    """What a stage receives, of which a gradient is sent back: contiguous, zeros for a tensor that nothing reads."""
 
     @staticmethod
-    def forward(_ctx: Any, received: Tensor) -> Tensor:
-        return received.view_as(received)
+    def forward(_ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in received)
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.contiguous() for gradient in gradients)
 
 
 def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) -> dict[str, Any]:
