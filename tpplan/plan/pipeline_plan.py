@@ -136,7 +136,7 @@ class PipelinePlan:
             for index, stage in enumerate(stages):  # each is checked as a plan
                 Plan.from_dict(stage, origin=f"{origin}: stages[{index}]")
         plan = decode(cls, data, origin=origin, error=PlanError)
-        plan._check(origin)
+        plan.check(origin)
         return plan
 
     def dumps(self) -> str:
@@ -149,7 +149,7 @@ class PipelinePlan:
         """Writes the plan's file atomically."""
         write_atomically(Path(path), self.dumps())
 
-    def _check(self, origin: str) -> None:
+    def check(self, origin: str) -> None:
         """Raises PlanError where the stages do not fit together."""
         if self.schema_version != SCHEMA_VERSION:
             raise PlanError(

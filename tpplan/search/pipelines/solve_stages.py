@@ -279,7 +279,7 @@ class Search:
         self._report("prove", 1, 1)
         times = predicted(plans, self.shape, self.solver.cluster)
         seconds = times.step_time_s
-        return PipelinePlan(
+        plan = PipelinePlan(
             schema_version=SCHEMA_VERSION,
             schedule=self.shape.schedule,
             virtual_stages=self.shape.virtual_stages,
@@ -296,6 +296,8 @@ class Search:
             ),
             stages=tuple(plans),
         )
+        plan.check(self.shape.option)
+        return plan
 
     def _left_out(self) -> Iterator[str]:
         """Yields lines on degrees that are not looked at unless asked for."""

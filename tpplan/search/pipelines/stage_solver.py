@@ -185,6 +185,8 @@ class StageSolver:
         cuts = self.cuts(degrees.micro_batch, shape, degrees.ep)
         key = degrees.fewest, len(cuts)
         if key not in self._loads:
+            known = [cut.unit for cut in self.cuts(degrees.micro_batch, shape)]
+            assert known == [cut.unit for cut in cuts], "where a model may be cut does not depend on its experts' ranks"
             positions = tuple(cut.position for cut in cuts)
             self._loads[key] = loads_of(self.points(degrees.ep), degrees.fewest, positions)
         return self._loads[key]
