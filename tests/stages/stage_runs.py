@@ -171,3 +171,39 @@ def in_one_stage(build: Callable[[], nn.Module]) -> Plan:
     """A plan of the whole model on one rank."""
     machine = tpplan.Cluster(gpus=1, profile=MACHINE)
     return tpplan.solve(build, text, cluster=machine, global_batch=8, seq_len=LENGTH, loss=loss)
+
+
+def trained(build: Callable[[], nn.Module], plan: PipelinePlan | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, over all ranks, and norms of 20 AdamW steps with clipping, and the parameters after them."""
+    torch.manual_seed(0)
+    model = build()
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(20):
+        torch.manual_seed(step)
+        inputs = text(8, LENGTH)
+        if plan is not None:
+            value = model.step(plan.batch_for(dist.get_rank()).micro_batches(inputs), loss)  # type: ignore[operator]
+            dist.all_reduce(value, dist.ReduceOp.AVG)
+        else:
+            value = loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
+            value.backward()
+        norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [value.item(), norm.item()]
+    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def assert_trains(build: Callable[[], nn.Module], plan: PipelinePlan) -> None:
+    """20 AdamW steps as one process."""
+    expected, parameters = run_ranks(1, trained, build, None)[0]
+    found: dict[str, Tensor] = {}
+    for seen, own in run_ranks(plan.num_gpus, trained, build, plan, timeout_s=120):
+        assert seen == pytest.approx(expected, rel=1e-3)
+        found |= own
+    assert found.keys() == parameters.keys()
+    for name, value in parameters.items():
+        assert torch.allclose(found[name], value, atol=2e-3), name

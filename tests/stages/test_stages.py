@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_process import whole
 from ranks import run_ranks
 from stage_models import (
     LENGTH,
-    VOCABULARY,
     Deep,
     Stack,
     Vision,
@@ -20,7 +18,16 @@ from stage_models import (
     text,
     with_own_loss,
 )
-from stage_runs import assert_as_one_process, assert_loads, given, in_one_stage, on_ranks, one_process, solved
+from stage_runs import (
+    assert_as_one_process,
+    assert_loads,
+    assert_trains,
+    given,
+    in_one_stage,
+    on_ranks,
+    one_process,
+    solved,
+)
 from torch import Tensor, nn
 
 import tpplan
@@ -150,42 +157,9 @@ def test_mixed_precision_sends_half_as_many_bytes() -> None:
         assert found
 
 
-def trained(plan: PipelinePlan | None, steps: int = 20) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of AdamW steps with clipping, and the parameters after them."""
-    torch.manual_seed(0)
-    model: nn.Module = Stack()
-    if plan is not None:
-        model = tpplan.apply_plan(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        drawn = torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)
-        inputs = {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
-        if plan is not None:
-            share = plan.batch_for(dist.get_rank())
-            value = model.step(share.micro_batches(inputs), loss)  # type: ignore[operator]
-        else:
-            value = loss(model(inputs["tokens"]), inputs)
-            value.backward()
-        norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += [value.item(), norm.item()]
-    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_twenty_steps(virtual: int) -> None:
-    plan = solved(Stack, stages=2, gpus=4, tp=2, virtual=virtual)
-    expected, parameters = run_ranks(1, trained, None)[0]
-    found: dict[str, Tensor] = {}
-    for seen, own in run_ranks(4, trained, plan, timeout_s=120):
-        assert seen == pytest.approx(expected, rel=1e-3)
-        found |= own
-    assert found.keys() == parameters.keys()
-    for name, value in parameters.items():
-        assert torch.allclose(found[name], value, atol=2e-3), name
+    assert_trains(Stack, solved(Stack, stages=2, gpus=4, tp=2, virtual=virtual))
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from moe_models import Layer, OwnMoe
 from moe_models import hugging_face as moe
-from one_process import whole
 from ranks import run_ranks
-from stage_models import LENGTH, loss, text
-from stage_runs import assert_as_one_process, assert_loads, given, solved
+from stage_models import LENGTH, loss
+from stage_runs import assert_as_one_process, assert_loads, assert_trains, given, solved
 from test_counted import Tracker
 from test_expert_parallel import solved as of_experts
 from torch import Tensor, nn
@@ -111,41 +110,9 @@ def test_stages_whose_experts_lie_otherwise_are_no_plan() -> None:
         PipelinePlan.from_dict(json.loads(mixed.dumps()))
 
 
-def trained(plan: PipelinePlan | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of AdamW steps with clipping, and the parameters after them."""
-    torch.manual_seed(0)
-    model: nn.Module = Moe()
-    if plan is not None:
-        model = tpplan.apply_plan(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for step in range(20):
-        torch.manual_seed(step)
-        inputs = text(8, LENGTH)
-        if plan is not None:
-            value = model.step(plan.batch_for(dist.get_rank()).micro_batches(inputs), loss)  # type: ignore[operator]
-            dist.all_reduce(value, dist.ReduceOp.AVG)
-        else:
-            value = loss(model(inputs["input_ids"]), inputs)
-            value.backward()
-        norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen += [value.item(), norm.item()]
-    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
 @pytest.mark.parametrize(("virtual", "tp"), [(1, 2), (2, 1)])
 def test_twenty_steps(virtual: int, tp: int) -> None:
-    plan = solved(Moe, stages=2, gpus=4 * tp, tp=tp, ep=2, virtual=virtual)
-    expected, parameters = run_ranks(1, trained, None)[0]
-    found: dict[str, Tensor] = {}
-    for seen, own in run_ranks(plan.num_gpus, trained, plan, timeout_s=120):
-        assert seen == pytest.approx(expected, rel=1e-3)
-        found |= own
-    assert found.keys() == parameters.keys()
-    for name, value in parameters.items():
-        assert torch.allclose(found[name], value, atol=2e-3), name
+    assert_trains(Moe, solved(Moe, stages=2, gpus=4 * tp, tp=tp, ep=2, virtual=virtual))
 
 
 def peak(plan: PipelinePlan) -> float:

@@ -64,6 +64,25 @@ def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     assert_as_one_process(Tied, plan, {NAME})
 
 
+class SparseAndFrozen(Tied):
+    """A model whose lookup has a sparse gradient where its head's is dense; its second norm's scale is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32, sparse=True)
+        self.head.weight = self.embedding.weight
+        self.layers[3].norm.weight = self.layers[0].norm.weight
+        self.layers[0].norm.weight.requires_grad_(False)
+
+
+def test_a_sparse_and_a_frozen_parameter() -> None:
+    plan = solved(SparseAndFrozen, stages=2, gpus=2)
+    own = plan.stages[0].stage
+    assert own is not None
+    assert {one.name for one in own.ties} == {NAME, "layers.0.norm.weight"}
+    assert_as_one_process(SparseAndFrozen, plan, {NAME})
+
+
 @pytest.mark.parametrize("style", ["columns", "rows", "replicated"])
 def test_stages_have_the_parameter_in_one_layout(style: str) -> None:
     """What the last stage chooses holds for the first."""

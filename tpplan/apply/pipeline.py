@@ -272,7 +272,8 @@ class _Runner(nn.Module):
 
 
 class _Received(torch.autograd.Function):
-    """What a stage receives, of which a gradient is sent back: contiguous, zeros for a tensor that nothing reads."""
+    """Hands received tensors to a stage. Their gradients, which are sent back, are contiguous, and zeros where nothing
+    reads a tensor."""
 
     @staticmethod
     def forward(_ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:

@@ -53,7 +53,8 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
 
 
 def _constants(graph: ModelGraph) -> dict[str, Hashable]:
-    """What each constant holds, by name; without those whose values are not known or may be written to."""
+    """Maps the name of each constant to a key that is equal for equal constants: digest of its values, dtype, shape.
+    Constants of unknown values, and those that ops may write to, have none."""
     writing = (node for node in graph.ops if may_write(node) and node.target != "aten.detach_.default")
     written = {graph.values[name].storage for node in writing for name in node.operands}
     found: dict[str, Hashable] = {}

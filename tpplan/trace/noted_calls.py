@@ -250,3 +250,32 @@ def first_difference(calls: Calls, planned: str) -> int:
     pairs = zip(*(range(0, len(text), 2) for text in each), strict=False)
     place = next((i // 2 for i, _ in pairs if each[0][i : i + 2] != each[1][i : i + 2]), None)
     return min(map(len, each)) // 2 if place is None else place
+
+
+@contextlib.contextmanager
+def naming_modules(
+    model: nn.Module, running: list[str], is_hidden: Callable[[str], bool] = lambda _: False
+) -> Iterator[None]:
+    """Keeps in `running` the names of the modules that run, the innermost last. After an error the names remain."""
+
+    def enter(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda _module, _args: running.append(name)
+
+    def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
+            while running.pop() != name:  # modules inside, whose error was caught
+                pass
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        if is_hidden(name):
+            continue
+        handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
+        handles.append(module.register_forward_hook(leave(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

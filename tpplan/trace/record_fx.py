@@ -151,7 +151,7 @@ def record(
 
 
 class _Called(nn.Module):
-    """A call of a module, of leaves of its arguments; keeps what the module gives."""
+    """Calls a module with the leaves of its arguments, and keeps its outputs."""
 
     def __init__(self, module: nn.Module, spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -165,9 +165,12 @@ class _Called(nn.Module):
 
 
 def given_on_meta(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """What a module gives on the meta device for leaves of its arguments, of the structure `spec`, by the kernels of a
-    trace, so that it is the same in a trace and outside of one; no mode sees what it calls. Where its code asks for
-    values they are answered as in a trace; raises what `record` raises."""
+    """Runs a module on the meta device and returns its outputs; `leaves` and `spec` are its arguments.
+
+    The kernels are those of a trace, so that outputs are the same in a trace and outside of one; no mode sees the
+    module's calls. Where its code asks for values it is run again, and they are answered as in a trace. Raises what
+    `record` raises.
+    """
     args, kwargs = pytree.tree_unflatten(list(leaves), spec)
     with untraced((CallNotes,)), torch.no_grad(), more_shapes_known(), counting_by(as_many_as_can_be):
         with contextlib.suppress(RuntimeError):  # torch's, for tensors without values
@@ -359,35 +362,6 @@ def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *giv
 
 def _whole(argument: Any) -> Any:
     return custom_ops.whole(argument, argument.requires_grad) if isinstance(argument, Tensor) else argument
-
-
-@contextlib.contextmanager
-def naming_modules(
-    model: nn.Module, running: list[str], is_hidden: Callable[[str], bool] = lambda _: False
-) -> Iterator[None]:
-    """Keeps in `running` the names of the modules that run, the innermost last. After an error the names remain."""
-
-    def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, _args: running.append(name)
-
-    def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
-            while running.pop() != name:  # modules inside, whose error was caught
-                pass
-
-        return hook
-
-    handles = []
-    for name, module in model.named_modules():
-        if is_hidden(name):
-            continue
-        handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
-        handles.append(module.register_forward_hook(leave(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

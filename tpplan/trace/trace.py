@@ -35,8 +35,8 @@ from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import held_tensors, left_behind
-from tpplan.trace.noted_calls import CallNotes, digest
-from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
+from tpplan.trace.noted_calls import CallNotes, digest, naming_modules
+from tpplan.trace.record_fx import Program, StoppedError, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
 from tpplan.trace.whole.opaque import Opaques, recording
 

@@ -35,7 +35,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.parallel import FSDPParamGroup, unit_name
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.hooks.generated_class import BINDING
-from tpplan.trace.record_fx import naming_modules
+from tpplan.trace.noted_calls import naming_modules
 
 #: namespaces of ops that communicate
 _NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")

@@ -69,6 +69,8 @@ class TiedWeight:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:  # of a lookup with sparse=True, where a head's is dense
+            parameter.grad = parameter.grad.to_dense()
         own = _local(parameter.grad)
         if not own.numel():  # nor have the ranks at its place in other stages any of it
             return
@@ -86,7 +88,7 @@ class TiedWeight:
             total += given[other]
         own.copy_(total)
         if earlier is not None:
-            own += _local(earlier)
+            own += _local(earlier.to_dense() if earlier.is_sparse else earlier)
 
 
 def tied_weights(

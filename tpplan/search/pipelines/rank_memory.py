@@ -31,8 +31,7 @@ class Held:
     like: int = 1
 
     def with_share(self, share: float) -> "Held":
-        """What is held with a share of the micro-batches in flight, and where a share of the rank's stages keeps as
-        many layers gathered; at least one of each."""
+        """Returns this with a share of the micro-batches in flight and of the like stages, at least one of each."""
         in_flight, like = (max(1, math.ceil(share * number)) for number in (self.in_flight, self.like))
         return replace(self, in_flight=in_flight, like=like)
 

@@ -21,7 +21,7 @@ class Resting:
     other: Callable[[ModelGraph], Allows] | None = None
 
     def beside(self, other: Callable[[ModelGraph], Allows] | None) -> "Callable[[ModelGraph], Allows] | None":
-        """What is allowed by this and by another option."""
+        """Returns an option `allows` that keeps these layouts and what another such option allows."""
         return replace(self, other=other) if self.layouts else other
 
     def of(self, stage: StagePlan) -> "Resting":
@@ -38,7 +38,7 @@ class Resting:
         return Resting(tuple(known.items()))
 
     def __call__(self, graph: ModelGraph) -> Allows:
-        """What the strategies of a stage's decisions may be."""
+        """Returns a function that says of a decision of the graph whether it may choose a strategy."""
         readings = readings_of(graph)
         asked = {reading.name: layout for name, layout in self.layouts for reading in readings.get(name, ())}
         allows = self.other(graph) if self.other is not None else None

@@ -6,7 +6,6 @@ by making the calls again on the CPU, from constructors and inputs on. Values th
 random number are not known, nor those of tensors that were written to, or that a plan has converted. An answer that
 depends on the inputs is one of several: the question is noted, and can be answered the other way in another run."""
 
-import hashlib
 import linecache
 import math
 import reprlib
@@ -24,6 +23,7 @@ from tpplan.core.errors import ModelError, first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import unrecorded
 from tpplan.torch_internals.tensors import storage_key, version_of
+from tpplan.trace.answers.constants import digest_of_constant
 from tpplan.trace.answers.planned_device import (
     ADDRESSES,
     DeviceAnswers,
@@ -40,9 +40,6 @@ from tpplan.trace.hooks.call_rewriting import is_own_code_running
 #: functions that ask a tensor for its values
 QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
                        "equal", "allclose", "is_nonzero"})  # fmt: skip
-#: functions that make a tensor of values that the code wrote down
-_CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
-_INDEXING = frozenset({"__getitem__", "__setitem__"})
 #: functions that ask for a tensor's shape, type and the like; `__get__` for an attribute such as dtype
 DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
@@ -153,7 +150,7 @@ class ConcreteValues(TorchFunctionMode):
         self._refuse_hidden_code(func, name, args, kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self.lay_bare(args[0])
-        before, self.constant = self.constant, _digest((args, kwargs)) if _makes_constant(name, args) else self.constant
+        before, self.constant = self.constant, digest_of_constant(name, args, kwargs) or self.constant
         try:
             results = func(*args, **kwargs)
         except Exception as error:
@@ -393,23 +390,6 @@ def _version(tensor: Tensor) -> int | None:
 def _kept(argument: Any) -> Any:
     """An argument as it is now: a NumPy array copied; containers of arguments are new already."""
     return argument.copy() if isinstance(argument, np.ndarray) else argument
-
-
-def _makes_constant(name: str, args: tuple[Any, ...]) -> bool:
-    """True for a call that makes a tensor of numbers: a constructor, or an index that is, or has, a list of them."""
-    if name in _CONSTANTS:
-        return True
-    if name not in _INDEXING or len(args) < 2:
-        return False
-    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(index, list | np.ndarray) for index in indices)
-
-
-def _digest(arguments: Any) -> str:
-    """Sixteen hex digits of the numbers in a call's arguments, tensors left out."""
-    leaves = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
-    data = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
-    return hashlib.sha256(b"\0".join(data)).hexdigest()[:16]
 
 
 def raising_line(error: BaseException) -> str:
