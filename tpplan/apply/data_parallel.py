@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Reducer, Slot
-from tpplan.apply.expert_parallel import shard_experts
+from tpplan.apply.collectives.uneven_reads import agree_on_gradients
+from tpplan.apply.expert_parallel import axes_of_experts, shard_experts
 from tpplan.apply.fsdp_over_tp import take_off_tp
 from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, is_over_tp
@@ -144,9 +145,23 @@ def shard_data(
         )
     if scalars:
         _replicate(model, plan, mesh, axes, policy.param_dtype)
+    if plan.fsdp.uneven_reads:
+        _agree(model, plan, axes, axes_over_tp, of_experts)
     before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
     before(model, ())
     model.register_forward_pre_hook(before, prepend=True)
+
+
+def _agree(
+    model: nn.Module, plan: Plan, axes: DeviceMesh, axes_over_tp: DeviceMesh, of_experts: DeviceMesh | None
+) -> None:
+    """Lets the ranks of each FSDP unit agree on which gradients there are."""
+    outermost = outermost_by_name(model)
+    meshes = {id(module_called(outermost, name)): axes_over_tp for name in plan.units_over_tp()}
+    if of_experts is not None:
+        own = axes_of_experts(plan, of_experts)
+        meshes |= {id(module_called(outermost, name)): own for name in plan.expert_calls()}
+    agree_on_gradients(model, lambda unit: meshes.get(id(unit), axes), _reducers(model), model.__dict__.get(AVERAGER))
 
 
 @final

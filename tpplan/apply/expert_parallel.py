@@ -45,11 +45,16 @@ def divide_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         take_share(module_called(modules, name), ExpertShare(call, plan.experts.ep, plan.experts.imbalance, own))
 
 
+def axes_of_experts(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
+    """The axes of the experts' mesh over which FSDP shards and replicates divided experts."""
+    if plan.mesh.replicate > 1:
+        return mesh[str(Axis.REPLICATE), str(Axis.EXPERT_SHARD)]
+    return mesh[str(Axis.EXPERT_SHARD)]
+
+
 def shard_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Applies fully_shard to each divided module, over the ranks that have its experts."""
-    axes = mesh[str(Axis.EXPERT_SHARD)]
-    if plan.mesh.replicate > 1:
-        axes = mesh[str(Axis.REPLICATE), str(Axis.EXPERT_SHARD)]
+    axes = axes_of_experts(plan, mesh)
     # Rows come in the dtype of the layer, the router's weights may come in another on purpose.
     own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     outermost, resharded = outermost_by_name(model), plan.resharded_units()

@@ -93,6 +93,10 @@ class SourceKind(StrEnum):
     CONSTANT = "constant"
 
 
+#: the answer to a question of code that runs whole about values which training alone has
+AS_IF_EVEN = "decided in training, and planned as if each were chosen as often"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight or a
@@ -238,6 +242,13 @@ class ModelGraph:
     def ep(self) -> int:
         """The number of ranks among which experts are divided; 1 where none are."""
         return max((source.ep for source in self.sources), default=1)
+
+    @cached_property
+    def is_uneven(self) -> bool:
+        """True where data decides what runs: on how many elements, or which code."""
+        return any(value.varying for value in self.values.values()) or any(
+            answer == AS_IF_EVEN for _, answer, _ in self.questions
+        )
 
     def whole_shape(self, source: Source) -> tuple[int, ...]:
         """The shape of a parameter with the experts of all ranks."""

@@ -70,6 +70,12 @@ class Assignment:
         return uses_fsdp(self.mesh, self.precision)
 
     @property
+    def has_uneven_reads(self) -> bool:
+        """True where data decides what runs, so that the ranks of FSDP may read different parameters."""
+        is_shared = self.mesh.replicate * self.mesh.shard > 1
+        return self.uses_fsdp and is_shared and self.num_averages is None and self.graph.is_uneven
+
+    @property
     def reductions(self) -> int:
         """How often a step FSDP reduces the gradients of a unit over its shards."""
         return 1 if self.whole_gradients else self.accumulation_steps

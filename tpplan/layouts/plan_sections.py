@@ -151,4 +151,5 @@ def fsdp_plan(assignment: Assignment) -> FsdpPlan:
         whole_gradients=True if assignment.whole_gradients and uses_fsdp else None,
         over_tp=tuple(dict.fromkeys(over_tp)) or None,
         gathered_once=True if assignment.gathered_once and uses_fsdp else None,
+        uneven_reads=True if assignment.has_uneven_reads else None,
     )

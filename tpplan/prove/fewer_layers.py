@@ -13,7 +13,7 @@ from typing import TypeGuard, TypeVar
 
 from torch import nn
 
-from tpplan.core.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, RepeatedBlock, enclosing
+from tpplan.core.graph import AS_IF_EVEN, Argument, Boundary, Direction, ModelGraph, Op, Ref, RepeatedBlock, enclosing
 from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
 from tpplan.core.repeated_blocks import members
 from tpplan.plan.plan import Plan
@@ -34,10 +34,11 @@ class FewerLayers:
 
     @classmethod
     def of(cls, graph: ModelGraph, digest: Callable[[str], Hashable]) -> "FewerLayers":
-        """The layers that may be left out of a graph; none where its questions, or weights under several names, may
-        depend on one, or other code reads a weight of one. `digest` gives all that a plan does in a module."""
+        """The layers that may be left out of a graph; none where its questions about inputs, or weights under several
+        names, may depend on one, or other code reads a weight of one. `digest` gives all that a plan does in one."""
         standing: dict[str, str] = {}
-        for block in graph.blocks if not graph.questions else ():
+        is_asked = any(answer != AS_IF_EVEN for _, answer, _ in graph.questions)
+        for block in graph.blocks if not is_asked else ():
             kept: dict[Hashable, list[str]] = {}
             for name in block.names:
                 own = kept.setdefault(digest(name), [])
@@ -65,6 +66,8 @@ class FewerLayers:
 
     def graph(self, graph: ModelGraph) -> ModelGraph:
         """The graph without the layers."""
+        if not self.standing:
+            return graph
         images = self._images(graph)
         nodes = {node.name: node for name in self.standing for node in members(graph, name)}
         values = self._sources(graph).union(*(node.results for node in nodes.values()))
@@ -79,6 +82,7 @@ class FewerLayers:
             outputs=tuple((path, images.get(value, value)) for path, value in graph.outputs),
             loss=images.get(graph.loss, graph.loss) if graph.loss is not None else None,
             blocks=tuple(self._block(block) for block in graph.blocks),
+            questions=graph.questions,
             lines=graph.lines,
         )
 

@@ -10,8 +10,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from tpplan.torch_internals.probes import Probe
 
@@ -23,6 +29,11 @@ HIGHER_ORDER_OPS = "torch._higher_order_ops."
 COND = "_cond_op_wrapper"
 #: the function of torch.nn.attention.flex_attention that torch compiles
 FLEX = "_flex_attention_hop_wrapper"
+
+
+def is_of_values(error: BaseException) -> bool:
+    """True for the errors of code that asks fake tensors for their values, or for a size that data decides."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
 
 
 def upper_bound(size: torch.SymInt, environment: ShapeEnv) -> int | None:
@@ -100,6 +111,15 @@ def _fakes() -> bool:
     return isinstance(x.grad, FakeTensor) and is_real and is_hidden
 
 
+def _questions() -> bool:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x = torch.ones(4)
+        try:
+            return not (x.sum() > 0)
+        except Exception as error:
+            return is_of_values(error)
+
+
 def _bounds() -> bool:
     environment = ShapeEnv()
     with FakeTensorMode(shape_env=environment):
@@ -147,6 +167,12 @@ PROBES = (
         uses="torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
         needed_for="the cost of routing to experts",
         works=_bounds,
+    ),
+    Probe(
+        name="questions about fake tensors' values",
+        uses="DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode",
+        needed_for="loops over the experts that rows have chosen",
+        works=_questions,
     ),
     Probe(
         name="flex_attention on fake tensors",

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing, joined_name
+from tpplan.core.graph import AS_IF_EVEN, LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing, joined_name
 from tpplan.core.graph_fingerprint import graph_fingerprint
+from tpplan.layouts.rules import OPAQUE
 from tpplan.stages.stage_model import layer_class
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
@@ -284,7 +285,18 @@ def _run(
             raise error from stopped.__cause__
         check_modules(model, modules, parameters)
         graph = GraphReader(model, program).read(is_compared=request.is_compared)
+        graph = replace(graph, questions=(*graph.questions, *_guessed(graph, opaques)))
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
+
+
+def _guessed(graph: ModelGraph, opaques: Opaques) -> Iterator[tuple[str, str, bool]]:
+    """Yields the questions, each once, that modules which run whole ask, and that were answered with a guess."""
+    observed = opaques.by_key()
+    lines: dict[str, None] = {}
+    for op in graph.ops if observed else ():
+        if op.target == OPAQUE:
+            lines.update(dict.fromkeys(observed[str(op.args[2])].guessed))
+    yield from ((line, AS_IF_EVEN, False) for line in lines)
 
 
 def _digests(calling: CallNotes) -> dict[str, tuple[str, ...]]:

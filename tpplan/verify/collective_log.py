@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import Converter
 from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.apply.collectives.uneven_reads import UnevenReads
 from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, mesh_of_experts, mesh_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
@@ -119,7 +120,7 @@ class CollectiveLog(TorchDispatchMode):
             where=self._where(owner),
             kind=str(kind) if kind is not None else name,
             axis=axis,
-            during=Pass.STEP if isinstance(owner, Reducer | Averager) else self._during,
+            during=Pass.STEP if isinstance(owner, Reducer | Averager | UnevenReads) else self._during,
             dtype=dtype_name(tensors[0].dtype) if tensors else "none",
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
@@ -141,7 +142,7 @@ class CollectiveLog(TorchDispatchMode):
                 return self._modules[id(owner)] or ROOT
             case FSDPParamGroup():
                 return unit_name(owner) or ROOT
-            case Reducer() | Averager():
+            case Reducer() | Averager() | UnevenReads():
                 return ROOT
             case Counts():
                 return self._exchanges.setdefault(id(owner), (owner, self._running_module()))[1]
@@ -164,7 +165,7 @@ def _owner() -> object:
         for name in ("self", "ctx"):
             held = frame.f_locals.get(name)
             found = getattr(held, "converter", getattr(held, "counts", held)) if name == "ctx" else held
-            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager | Counts):
+            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager | UnevenReads | Counts):
                 return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -133,9 +133,7 @@ class Reducer:
         running = running_backward()
         if slot is not None:
             gradient = self._counted(slot, gradient, read, running)
-        if self.is_enabled and self.slots and running != self.backward:
-            self.backward = running
-            at_end_of_backward(self._after_other_callbacks)
+        self._queue(running)
         return gradient
 
     def _counted(self, slot: Slot, summand: Tensor, read: Any, running: int) -> Tensor:
@@ -150,13 +148,29 @@ class Reducer:
             return total / self.group.size if slot.has_partial_gradient and not is_returned else total
         if slot.is_averaged_over_tp:
             return summand * self.group.size
+        self._await_summands(slot)
+        slot.arrived.setdefault(running, []).append(summand)
+        return summand
+
+    def nothing_came(self, slot: Slot) -> None:
+        """Says that this rank read the slot's parameter nowhere in a backward in which other data-parallel ranks may
+        have: FSDP averages their summands into its gradient."""
+        if not slot.is_averaged_over_tp:
+            self._await_summands(slot)
+            self._queue(running_backward())
+
+    def _await_summands(self, slot: Slot) -> None:
+        """Makes the slot's gradient a summand, to which others are added before it is reduced."""
         if not slot.has_partial_gradient:
             reduced = slot.gradient()
             if reduced is not None:
                 reduced.div_(self.group.size)
             slot.has_partial_gradient = True
-        slot.arrived.setdefault(running, []).append(summand)
-        return summand
+
+    def _queue(self, running: int) -> None:
+        if self.is_enabled and self.slots and running != self.backward:
+            self.backward = running
+            at_end_of_backward(self._after_other_callbacks)
 
     def _after_other_callbacks(self) -> None:
         """Queues the reduction behind FSDP's own callback, which ends its reduce-scatters and may be queued later."""

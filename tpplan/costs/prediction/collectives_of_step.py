@@ -44,6 +44,8 @@ def collectives(lifetimes: Lifetimes) -> tuple[CollectivePlan, ...]:
     if assignment.num_averages is None:
         counts.update(_fsdp_collectives(assignment))
     counts.update(_averages(assignment))
+    if assignment.has_uneven_reads:
+        counts.update(_agreements(assignment))
     return tuple(
         CollectivePlan(where=where, kind=kind, axis=axis, during=during, dtype=dtype, num_bytes=num_bytes, count=count)
         for (where, kind, axis, during, dtype, num_bytes), count in sorted(counts.items())
@@ -157,6 +159,25 @@ def _averages(assignment: Assignment) -> _Counts:
             found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += times
             for dtype, num_bytes in buckets:
                 found[ROOT, kind, axis, Pass.STEP, dtype, num_bytes] += times
+    return found
+
+
+def _agreements(assignment: Assignment) -> _Counts:
+    """Exchanges of which of FSDP's parameters have a gradient, over the axes that reduce them, once a step
+    (tpplan.apply.collectives.uneven_reads)."""
+    counts: Counter[Axis] = Counter()
+    for unit in assignment.units:
+        for (_, ep), own in _by_fsdp_module(unit).items():
+            axis = Axis.SHARD_TP if unit.name in assignment.over_tp else Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD
+            counts[axis] += sum(not _is_beside_fsdp(assignment, source) for source in own)
+    found: _Counts = Counter()
+    for over, count in counts.items():
+        ranks = (
+            assignment.mesh.shard // assignment.graph.ep if axis is Axis.EXPERT_SHARD else assignment.mesh.size(axis)
+        )
+        for axis, size in ((Axis.REPLICATE, assignment.mesh.replicate), (over, ranks)):
+            if size > 1:
+                found[ROOT, str(Collective.ALL_REDUCE), axis, Pass.STEP, "int32", DTYPE_BYTES["int32"] * count] += 1
     return found
 
 

@@ -191,9 +191,10 @@ def _kernels_of(ran: OpRecord) -> tuple[Kernel, ...]:
 def _is_guess(ran: OpRecord) -> bool:
     """True for an operator with results whose kernels are not seen, because it does not run on meta tensors.
 
-    Higher-order operators (loops, branches) are no guess: the ops that they run are observed one by one.
+    Higher-order operators (loops, branches) are no guess: the ops that they run are observed one by one. Nor are those
+    whose results have a size that data decides: all that they do is to read and write.
     """
-    is_seen = is_op(ran.op) and "flex_attention" not in str(ran.op)
+    is_seen = is_op(ran.op) and ran.op not in COUNTING and "flex_attention" not in str(ran.op)
     return is_seen and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
 
 

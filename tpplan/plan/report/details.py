@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.core.graph import AS_IF_EVEN
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
@@ -215,7 +216,7 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     if not unproven:
         yield "proof", f"{proof.status}: {_PROVEN} ({plural(proof.rounds, 'round')})"
     for assumption in proof.assumptions:
-        yield "assuming", f"{assumption}, as for the example inputs"
+        yield "assuming", assumption if assumption.endswith(AS_IF_EVEN) else f"{assumption}, as for the example inputs"
     yield from _particulars(plan)
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"

@@ -109,7 +109,9 @@ class FsdpPlan:
     `gathered_once` is true where units that stay gathered until backward, and the root, stay so from the first forward
     of a step to its last backward, so that FSDP gathers them once a step; absent where once a micro-batch. `over_tp`
     are the units that are sharded over the shard and tp axes together: tp replicates all of their parameters. Others
-    are sharded over the shard axis; absent where all are.
+    are sharded over the shard axis; absent where all are. `uneven_reads` is true where data decides what runs, so
+    that data-parallel ranks may read different parameters: they exchange at the end of each backward which gradients
+    there are; absent where all read the same.
     """
 
     units: tuple[str, ...]
@@ -118,6 +120,7 @@ class FsdpPlan:
     whole_gradients: bool | None = None
     over_tp: tuple[str, ...] | None = None
     gathered_once: bool | None = None
+    uneven_reads: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

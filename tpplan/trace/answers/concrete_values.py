@@ -11,7 +11,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "m
 _ASKED = "the code asks a tensor for its values"
 #: types of arguments that nobody changes, or that are remembered as they are
 _KEPT = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
+#: functions that give indices along a dim, and the place of that dim among their arguments
+_PLACES_OF_DIM = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 9}
 #: functions that compare integers with others
 _COMPARING = frozenset({"eq", "__eq__"})
 #: dtypes whose numbers may be sizes
@@ -127,6 +129,15 @@ class ConcreteValues(TorchFunctionMode):
         #: values computed for the present question, by the tensor's id, and whether they depend on the inputs
         self._values: dict[int, Tensor] = {}
         self._reads_inputs = False
+
+    def __enter__(self) -> Self:
+        _RUNNING.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _RUNNING.remove(self)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,7 +234,7 @@ class ConcreteValues(TorchFunctionMode):
     def count_evenly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> int | None:
         """The size of `dim` of a call's first result where it follows from integers that are not known, and that code
         compares with values that are, as experts chosen for tokens with the numbers of experts: if each value is met as
-        often. At least 1; None where it does not follow from such."""
+        often. At least 2, as other ops may run on a dim of size 1; None where it does not follow from such."""
         compared = next(self._compared(pytree.tree_leaves((args, kwargs))), None)
         if compared is None:
             return None
@@ -241,7 +252,7 @@ class ConcreteValues(TorchFunctionMode):
         except UnknownValueError:
             return None
         size: int = pytree.tree_leaves(found)[0].shape[dim]
-        return max(1, each if each - size in (0, 1) else size)  # as many for each value, also where they do not divide
+        return max(2, each if each - size in (0, 1) else size)  # as many for each value, also where they do not divide
 
     def _one_of(self, integers: Tensor, value: int) -> Tensor:
         """The values that integers are compared with at the running line of code, one of which is `value`: those that
@@ -272,6 +283,24 @@ class ConcreteValues(TorchFunctionMode):
                     if values is not None and values.numel():
                         distinct: Callable[..., Tensor] = torch.unique
                         yield integers, distinct(values)
+
+    def places(self, tensor: Tensor) -> int:
+        """The number of places that indices among what a tensor was computed from were taken from, as by topk along a
+        dim of that size; 0 where there are none."""
+        met, waiting = set[int](), [tensor]
+        while waiting:
+            own = waiting.pop(0)
+            if id(own) in met or id(own) not in self._made:
+                continue
+            met.add(id(own))
+            _, _, func, args, kwargs = self._made[id(own)]
+            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if (place := _PLACES_OF_DIM.get(getattr(func, "__name__", ""))) is not None and operands:
+                dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+                x = operands[0]
+                return x.numel() if dim is None or x.dim() == 0 else x.shape[dim]
+            waiting += operands
+        return 0
 
     def _known(self, argument: object) -> Tensor | None:
         """An argument's values; None where they are not known."""
@@ -364,6 +393,15 @@ class ConcreteValues(TorchFunctionMode):
             isinstance(argument, torch.device) and argument.type == "meta"
         )
         return torch.device("cpu") if is_meta else argument
+
+
+#: the modes that are on, the innermost last
+_RUNNING: list[ConcreteValues] = []
+
+
+def places_of(tensor: Tensor) -> int:
+    """As ConcreteValues.places, by the innermost mode that is on; 0 where none is."""
+    return _RUNNING[-1].places(tensor) if _RUNNING else 0
 
 
 def _values_compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from tpplan.core.errors import ModelError
 from tpplan.core.graph import within
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import tensors_in_place
+from tpplan.trace.answers.concrete_values import places_of
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.checkpoint_context import in_checkpoint_replay
 from tpplan.trace.hooks.generated_class import BINDING, subclass
@@ -58,6 +59,7 @@ class OpaqueTrace:
     bodies: names of the loops and choices (torch.while_loop, torch.cond) whose functions ran once each.
     is_bounded: every size that data decides has an upper bound, which was counted for it.
     written: names of the weights that the call changes or replaces.
+    guessed: the lines of code that ask for values which training alone decides.
     """
 
     key: str
@@ -73,6 +75,7 @@ class OpaqueTrace:
     bodies: tuple[str, ...]
     is_bounded: bool
     written: frozenset[str]
+    guessed: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -84,6 +87,7 @@ class OpaqueTrace:
 class OpaqueCall:
     """A call of an opaque module in a trace: leaves of its arguments, weights by name, modes (gradients, autocast).
 
+    places: by position of a leaf that has integers, the number of places that they are indices of, where it is known.
     `kind` is the first of the modules that are alike, of which one is observed for all.
     """
 
@@ -93,6 +97,7 @@ class OpaqueCall:
     spec: pytree.TreeSpec
     weights: Mapping[str, Tensor]
     modes: tuple[Any, ...]
+    places: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def signature(self) -> object:
@@ -101,7 +106,7 @@ class OpaqueCall:
         has_gradients = bool(self.modes[0])
         leaves = tuple(described(leaf, has_gradients) for leaf in self.leaves)
         named = tuple((name, described(weight, has_gradients)) for name, weight in self.weights.items())
-        return self.kind, str(self.spec), leaves, named, self.modes
+        return self.kind, str(self.spec), leaves, named, self.modes, tuple(self.places.items())
 
 
 class UnobservedError(ModelError):
@@ -167,6 +172,7 @@ class _Recorder:
             spec=spec,
             weights=weights,
             modes=running_modes(),
+            places={place: size for place, leaf in enumerate(leaves) if (size := _places_of(leaf))},
         )
         observed = self.opaques.calls.get(call.signature)
         if observed is None:
@@ -176,6 +182,11 @@ class _Recorder:
         made = iter(custom_ops.opaque(given, list(weights.values()), observed.key, written))
         found = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in observed.outputs]
         return pytree.tree_unflatten(found, observed.spec)
+
+
+def _places_of(leaf: Any) -> int:
+    is_index = isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
+    return places_of(leaf) if is_index else 0
 
 
 #: traces that are running, the innermost last

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -36,6 +36,7 @@ from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
 from tpplan.trace.hooks.live_storages import Storages
+from tpplan.trace.whole.guessed_values import GuessedValues, is_question
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
 
@@ -55,9 +56,11 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
     """
     try:
         try:
-            return _observe(module, call, lambda _: contextlib.nullcontext(), is_untouched)
-        except _ForeignError:
-            return _observe(module, call, lambda fakes: ForeignReads(fakes if is_untouched else {}), is_untouched)
+            return _observed(module, call, None, is_untouched)
+        except Exception as error:
+            if not is_question(error):
+                raise
+            return _observed_guessing(module, call, is_untouched)
     except UnobservableError:
         raise
     except Exception as error:
@@ -68,10 +71,30 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
         raise UnobservableError(f"{type(error).__name__}: {first_line(error)}{where}") from error
 
 
+def _observed_guessing(module: nn.Module, call: OpaqueCall, is_untouched: bool) -> OpaqueTrace:
+    """A call observed with guessed values, those that rows meet evenly. Raises UnobservableError where what the module
+    returns depends on the guess."""
+    guesses = GuessedValues(is_even=True)
+    even = _observed(module, call, guesses, is_untouched)
+    other = _observed(module, call, GuessedValues(is_even=False), is_untouched)
+    if even.spec != other.spec or list(map(described, even.outputs)) != list(map(described, other.outputs)):
+        raise UnobservableError("data decides the sizes, or the numbers, that it returns")
+    return replace(even, guessed=tuple(guesses.asking))
+
+
+def _observed(module: nn.Module, call: OpaqueCall, guesses: GuessedValues | None, is_untouched: bool) -> OpaqueTrace:
+    try:
+        return _observe(module, call, lambda _: contextlib.nullcontext(), guesses, is_untouched)
+    except _ForeignError:
+        own = is_untouched
+        return _observe(module, call, lambda fakes: ForeignReads(fakes if own else {}), guesses, is_untouched)
+
+
 def _observe(
     module: nn.Module,
     call: OpaqueCall,
     reads: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[object]],
+    guesses: GuessedValues | None,
     is_untouched: bool,
 ) -> OpaqueTrace:
     """Does the work of observe; reads(fake weights) is the context that deals with tensors read past the modules."""
@@ -86,7 +109,7 @@ def _observe(
         buffers = {name: fake(buffer) for name, buffer in module.named_buffers()}
         make_context = functools.partial(on_fakes, module, weights | buffers, reads(weights))
         ran = _run_forward(
-            module, call, environment, weights, leaves, list(buffers.values()), make_context, is_untouched
+            module, call, environment, weights, leaves, list(buffers.values()), make_context, guesses, is_untouched
         )
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
         log, kept = ran.log, ran.log.made.live_bytes
@@ -94,7 +117,7 @@ def _observe(
         kept_results = {ran.results[i].key: ran.results[i].num_bytes for i in keeps_results}
         log.restart()
         if ran.ends and any(isinstance(x, Tensor) and x.requires_grad for x in (*leaves, *weights.values())):
-            with log:
+            with _guessing(guesses), log:
                 torch.autograd.backward(tuple(ran.ends), [torch.empty_like(like) for like in ran.ends.values()])
     return OpaqueTrace(
         key=_digest(type(module), call, ran.outputs, ran.forward, log.ran),
@@ -143,16 +166,20 @@ def _run_forward(
     leaves: list[Any],
     buffers: list[Tensor],
     make_context: ContextFactory,
+    guesses: GuessedValues | None,
     is_untouched: bool,
 ) -> _ForwardRun:
     """Runs the module's forward on fake leaves. Raises UnobservableError for what no operator gives or does."""
     # Code may write to its arguments, which is an error of autograd's for leaves; so it is given clones.
     given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if guesses is not None:
+        for place, size in call.places.items():
+            guesses.give(given[place], size)
     log = _Log(environment, [*weights.values(), *buffers, *(x for x in given if isinstance(x, Tensor))])
     args, kwargs = pytree.tree_unflatten(given, call.spec)
     modules = list(module.modules())
     storages = {name: storage_key(weight) for name, weight in weights.items()}
-    output, after = _call_forward(module, args, kwargs, log, make_context)
+    output, after = _call_forward(module, args, kwargs, log, make_context, _guessing(guesses))
     replaced = {name for name in storages.keys() | after.keys() if _is_replaced(name, storages, weights, after)}
     if pytree.tree_structure((args, kwargs)) != call.spec:
         raise UnobservableError("it changes a list or dict that it is given")
@@ -178,7 +205,12 @@ def _run_forward(
 
 
 def _call_forward(
-    module: nn.Module, args: Any, kwargs: Any, log: "_Log", make_context: ContextFactory
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    log: "_Log",
+    make_context: ContextFactory,
+    guessing: contextlib.AbstractContextManager[object],
 ) -> tuple[Any, dict[str, nn.Parameter]]:
     """A forward's output, and the module's parameters after it. Raises UnobservableError where the code asked for what
     no plan can know, even if it caught the error."""
@@ -187,6 +219,7 @@ def _call_forward(
         unfinished_ended(),
         in_checkpoint_replay(make_context),
         make_context(),
+        guessing,
         log,
         as_planned("cpu", refused.append),
         machine_as_planned(refused.append),
@@ -196,6 +229,10 @@ def _call_forward(
     if refused:
         raise UnobservableError(refused[0])
     return output, after
+
+
+def _guessing(guesses: GuessedValues | None) -> contextlib.AbstractContextManager[object]:
+    return guesses.on() if guesses is not None else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
