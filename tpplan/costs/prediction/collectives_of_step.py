@@ -6,6 +6,7 @@ one, and `tpplan verify` counts what ranks issue against it.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tpplan.apply.collectives.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Source
@@ -172,11 +173,9 @@ def _agreements(assignment: Assignment) -> _Counts:
             counts[axis] += sum(not _is_beside_fsdp(assignment, source) for source in own)
     found: _Counts = Counter()
     for over, count in counts.items():
-        ranks = (
-            assignment.mesh.shard // assignment.graph.ep if axis is Axis.EXPERT_SHARD else assignment.mesh.size(axis)
-        )
-        for axis, size in ((Axis.REPLICATE, assignment.mesh.replicate), (over, ranks)):
-            if size > 1:
+        mesh = replace(assignment.mesh, ep=assignment.graph.ep)
+        for axis in (Axis.REPLICATE, over):
+            if mesh.size(axis) > 1:
                 found[ROOT, str(Collective.ALL_REDUCE), axis, Pass.STEP, "int32", DTYPE_BYTES["int32"] * count] += 1
     return found
 
