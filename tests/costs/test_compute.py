@@ -196,23 +196,25 @@ def observed(key: str, *ran: OpRecord, is_bounded: bool = True) -> dict[str, Opa
 
 
 def test_what_is_guessed_of_a_module_that_runs_whole_is_said() -> None:
-    """nonzero gives a size that data decides: meta tensors do not run it. Said once for each call that was seen."""
+    """Meta tensors do not run geqrf, and nonzero only reads and writes. Said once for each call that was seen."""
     x = torch.empty(6, 8, device="meta")
     product = OpRecord(op=torch.ops.aten.mm.default, args=(x, x.T), kwargs={}, results=(x.new_empty(6, 6),))
     sifts = OpRecord(op=torch.ops.aten.nonzero.default, args=(x,), kwargs={}, results=(x.new_empty(48, 2),))
+    square = x.new_empty(8, 8)
+    factors = OpRecord(op=torch.ops.aten.geqrf.default, args=(square,), kwargs={}, results=(square, x.new_empty(8)))
     executor = Executor()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor.observe(observed("seen", product), {})
+        executor.observe(observed("seen", product, sifts), {})
     with pytest.warns(
-        UserWarning, match=r"module sieve, which runs whole: aten\.nonzero\.default: priced by bytes alone"
+        UserWarning, match=r"module sieve, which runs whole: aten\.geqrf\.default: priced by bytes alone"
     ):
-        executor.observe(observed("guessed", product, sifts), {"guessed": "sieve"})
+        executor.observe(observed("guessed", product, factors), {"guessed": "sieve"})
     with pytest.warns(UserWarning, match="module <root>, which runs whole: a size that data decides is priced as 1"):
         executor.observe(observed("unbounded", product, is_bounded=False), {"unbounded": ""})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor.observe(observed("guessed", product, sifts), {"guessed": "sieve"})
+        executor.observe(observed("guessed", product, factors), {"guessed": "sieve"})
 
 
 def test_what_meta_tensors_do_not_run_moves_its_bytes_and_says_so() -> None:
@@ -233,14 +235,14 @@ def test_what_meta_tensors_do_not_run_moves_its_bytes_and_says_so() -> None:
 
 
 class Sifts(nn.Module):
-    """Asks for a weight's value, so that it runs whole, and for indices, which meta tensors do not give."""
+    """Asks for a weight's value, so that it runs whole, and for as many rows as data says, which nothing bounds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[(x > 0).nonzero()[:, 0]].sum(0) * self.scale.sum().item() * self.scale
+        return x.repeat_interleave((x[:, 0] > 0).long(), 0).sum(0) * self.scale.sum().item() * self.scale
 
 
 class Built(nn.Module):
@@ -282,7 +284,7 @@ def test_what_was_guessed_stands_in_the_plan() -> None:
     assert plan.notes is not None
     assert len(plan.notes) == 2
     assert plan.notes[0].startswith("the builder fails on the meta device, and runs on the CPU: ")
-    assert plan.notes[1] == "layers.*: aten.nonzero.default: priced by bytes alone"
+    assert plan.notes[1] == "layers.*: a size that data decides is priced as 1"
     assert all(note in " ".join(render(plan).split()) for note in plan.notes)
     assert Plan.from_dict(plan.to_dict()) == plan
     assert solved(Built).notes == plan.notes

@@ -356,7 +356,7 @@ class Named(nn.Module):
         *((model, PLAIN) for model in (HookInForward, ModuleHook, ParameterHook, LossesInAList)),
         *((model, PLAIN) for model in (Reentrant, ReentrantWhole, InClosure, SelfInClosure, OnTheInstance)),
         *((model, PLAIN) for model in (Scripted, KeptByHook, ReadsAtRest, PutsModule, Mapped)),
-        *((model, MASK) for model in (Masked, AnotherMask)),
+        *((model, MASK) for model in (Masked, AnotherMask, MaskThroughRelu)),
         *((model, IDS) for model in (SevenIn, LossByToken)),
     ],
 )
@@ -374,7 +374,6 @@ def test_what_is_planned_equals_one_process(model: Callable[[], nn.Module], inpu
     ("model", "inputs", "message"),
     [
         (MaskInPlace, MASK, "have been written to"),
-        (MaskThroughRelu, MASK, "have been written to"),
     ],
 )
 def test_what_cannot_be_seen_is_refused(model: Callable[[], nn.Module], inputs: Inputs, message: str) -> None:

@@ -96,6 +96,37 @@ def test_what_a_guess_decides_does_not_leave_a_module(what: str) -> None:
     assert set(opaques.reasons) == {""}
 
 
+class Waits(Picks):
+    """A loop that the values of activations end, which on a guess would go on for ever."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        while (x > 0.5).any():
+            x = self.layer(x)
+        return x, None
+
+
+def test_a_loop_that_values_end_is_refused() -> None:
+    model = Around("")
+    model.picks = Waits("")
+    with pytest.raises(ModelError, match=r"asks 257 times at .*a loop that values end"):
+        traced(model)
+
+
+class Branches(Picks):
+    """One row or all, by a comparison of activations."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        y = self.layer(x)
+        return (y if (y > 0).any() else y[:1]), None
+
+
+def test_branches_that_give_other_shapes_are_seen() -> None:
+    model = Around("")
+    model.picks = Branches("")
+    _, opaques = traced(model)
+    assert set(opaques.reasons) == {""}
+
+
 class Refuses(nn.Module):
     """Code that no guess helps: it asks a float."""
 

@@ -69,6 +69,54 @@ def in_like_modules(graph: ModelGraph, choices: Choices, model: nn.Module) -> It
             yield {images[name]: group for name, group in choices.items()}
 
 
+def in_modules_of_other_sizes(
+    choices: Choices, node: Op | Boundary | None, formulation: Formulation, model: nn.Module, check: Check
+) -> Iterator[Choices]:
+    """Yields the corresponding choices in modules that run the same code on other sizes, where a trial has the
+    counterexample at the corresponding node: each would else cost the search a round, once the one before is
+    forbidden."""
+    space, graph = formulation.space, formulation.space.graph
+    module, alike = _module_around(graph, choices)
+    own = _places(graph, module)
+    if not module or node is None or node.name not in own:
+        return
+    covered, trials = {module, *alike}, 0
+    for name, other in model.named_modules():
+        nodes = members(graph, name)
+        is_same_code = type(other) is type(model.get_submodule(module)) and _outline(nodes) == _outline(
+            members(graph, module)
+        )
+        if name in covered or not is_same_code or trials >= MOST_TRIALS:
+            continue
+        covered |= {name, *like_modules(graph, name)}
+        names = {place: image for image, place in _places(graph, name).items()}
+        images = {names[own[decision]]: group for decision, group in choices.items()}
+        possible = {
+            image: group.intersection(space.strategies[space.classes[image]]) for image, group in images.items()
+        }
+        if not all(possible.values()):
+            continue
+        trials += 1
+        trial = _with_little_else(formulation, possible)
+        if trial is not None and _is_counterexample_at(names[own[node.name]], trial, check):
+            yield from in_like_modules(graph, possible, model)
+
+
+def _is_counterexample_at(node: str, trial: Assignment, check: Check) -> bool:
+    try:
+        found = check(trial)
+    except TpplanError:
+        return False  # the assignment cannot be written as a plan
+    return isinstance(found, Counterexample) and found.node is not None and found.node.name == node
+
+
+def _outline(nodes: tuple[Op | Boundary, ...]) -> list[tuple[str, int, int]]:
+    """The targets of nodes, and how many values they read and give."""
+    return [
+        (own.target if isinstance(own, Op) else own.direction, len(own.operands), len(own.results)) for own in nodes
+    ]
+
+
 def _module_around(graph: ModelGraph, choices: Choices) -> tuple[str, tuple[str, ...]]:
     """The innermost module that has all of the choices, or the one repeated block that has some, and modules like it;
     the root and none where there is neither."""

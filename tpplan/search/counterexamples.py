@@ -20,7 +20,7 @@ from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import Check, conflict_of, in_like_modules, nearest
+from tpplan.search.conflicts import Check, conflict_of, in_like_modules, in_modules_of_other_sizes, nearest
 from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
@@ -103,7 +103,11 @@ def _forbid_one(
     tp, cuts = formulation.mesh.tp, solver.cuts
     logger.info("counterexample on tp %d: %s", tp, found.message)
     conflict = conflict_of(found, assignment, formulation, check)
-    together = tuple(in_like_modules(traced.graph, conflict, traced.model))
+    node = found.node if isinstance(found, Counterexample) else None
+    together = (
+        *in_like_modules(traced.graph, conflict, traced.model),
+        *in_modules_of_other_sizes(conflict, node, formulation, traced.model, check),
+    )
     cuts.note(_refuted(formulation, found.message, together))
     for choices in together:
         if len(choices) > 1:

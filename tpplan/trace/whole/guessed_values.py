@@ -3,12 +3,13 @@
 Fake tensors have no values, so code that asks for some (`if mask.any()`, `for expert in hit`) cannot run on them.
 `GuessedValues` gives integers and masks values: what is computed from integers alone is computed, in memory of its own;
 what comes of floats is guessed. Indices along a dim, which topk, argmax or a sort give, meet each place as often, or
-all the first places; comparisons are true. So the code runs as it would in one possible step, which is what the module
-is priced by. What it returns must not depend on the guess.
+all the first places; comparisons are all true, or none. So the code runs as it would in one possible step, by which the
+module is priced. What it returns must not depend on the guess.
 """
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from tpplan.torch_internals.fakes import FakeTensor, is_of_values, unset_fake_te
 from tpplan.torch_internals.operators import schema_of, written_by
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.answers.planned_device import asking_line
+from tpplan.trace.whole.opaque_fakes import UnobservableError
 
 aten = torch.ops.aten
 
@@ -44,8 +46,15 @@ _INDEXING = {
     aten.min.dim: 1,
     aten.multinomial.default: 0,
 }
-#: comparisons that are false for almost all floats; all others are taken to be true
+#: comparisons of floats, and those that are false for almost all of them
+_COMPARING = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in ("gt", "ge", "lt", "le", "ne")
+    for overload in ("Tensor", "Scalar")
+)
 _SELDOM = frozenset({aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.eq.Scalar})
+#: how often a line of code may ask about comparisons of floats: a loop that waits for them would not end
+MOST_ASKED = 256
 #: ops that take masks in place of indices
 _BY_MASK = frozenset(
     {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
@@ -60,19 +69,21 @@ def is_question(error: BaseException) -> bool:
 class GuessedValues(TorchDispatchMode):
     """A mode, above a FakeTensorMode, in which fake integers and masks have values.
 
-    is_even: indices along a dim meet each of its places as often; else all of them the first ones. `asking` are the
-    lines of code that asked for what was guessed, in order.
+    is_even: indices along a dim meet each of its places as often; else all of them the first ones. are_true: the result
+    of comparisons of floats. `asking` are the lines of code that asked for what was guessed, in order, and how often.
     """
 
-    def __init__(self, *, is_even: bool) -> None:
+    def __init__(self, *, is_even: bool = True, are_true: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_even = is_even
-        self.asking: dict[str, None] = {}
+        self.is_even, self.are_true = is_even, are_true
+        self.asking: Counter[str] = Counter()
         #: values by tensor
         self._values: Any = WeakIdKeyDictionary()
         #: storages of values that hold guesses, and of those that were written to with what is not known
         self._guessed: Any = WeakIdKeyDictionary()
         self._unknown: Any = WeakIdKeyDictionary()
+        #: the most places that indices are of
+        self._num_places = 1
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor; None where they are not known."""
@@ -89,6 +100,7 @@ class GuessedValues(TorchDispatchMode):
 
     def give(self, tensor: Tensor, places: int) -> None:
         """Gives a fake of integers [..., K] values: indices of so many places, in a row no two that are equal."""
+        self._num_places = max(self._num_places, places)
         with unset_fake_temporarily():
             numbers = torch.arange(tensor.numel(), device="cpu")
             each = tensor.shape[-1] if tensor.dim() > 1 else 1
@@ -97,8 +109,12 @@ class GuessedValues(TorchDispatchMode):
 
     def note(self, value: Tensor) -> None:
         """Notes that the code asks for a value, if that holds guesses."""
-        if value.untyped_storage() in self._guessed:
-            self.asking[asking_line()] = None
+        if value.untyped_storage() not in self._guessed:
+            return
+        line = asking_line()
+        self.asking[line] += 1
+        if value.dtype == torch.bool and value.dim() == 0 and self.asking[line] > MOST_ASKED * self._num_places:
+            raise UnobservableError(f"it asks {self.asking[line]} times at {line}: a loop that values end")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,15 +188,16 @@ class GuessedValues(TorchDispatchMode):
                     self._indices(args[0], _dim_of(func, args, kwargs), leaves[place]),
                     is_guessed=True,
                 )
-        elif len(leaves) == 1 and isinstance(leaves[0], Tensor) and leaves[0].dtype == torch.bool:
-            shape, is_true = tuple(leaves[0].shape), func not in _SELDOM
-            if not written_to(func) and math.prod(shape) <= MOST_ELEMENTS:
+        elif func in _COMPARING or func in _SELDOM:
+            shape, is_true = tuple(leaves[0].shape), func in _COMPARING and self.are_true
+            if math.prod(shape) <= MOST_ELEMENTS:
                 with unset_fake_temporarily():
                     self._keep(leaves, torch.full(shape, is_true, device="cpu"), is_guessed=True)
 
     def _indices(self, x: Tensor, dim: int | None, result: Tensor) -> Tensor:
         """Indices along a dim of x, or of all of it: in a row of several no two are equal."""
         size = max(1, x.numel() if dim is None else x.shape[dim])
+        self._num_places = max(self._num_places, size)
         has_rows = dim is not None and result.dim() == x.dim() > 0
         each = max(1, result.shape[dim]) if has_rows and dim is not None else 1
         places = torch.arange(result.numel(), device="cpu")
@@ -221,11 +238,6 @@ class _NumpyOfValues(TorchFunctionMode):
             with unset_fake_temporarily():
                 return value.clone().numpy()
         return func(*args, **(kwargs or {}))
-
-
-def written_to(func: Any) -> bool:
-    """True for an operator that writes to an argument."""
-    return any(own.alias_info is not None and own.alias_info.is_write for own in schema_of(func).arguments)
 
 
 def _dim_of(func: Any, args: Any, kwargs: Any) -> int | None:

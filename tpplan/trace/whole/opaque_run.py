@@ -7,6 +7,7 @@ Functions handed to torch.while_loop and torch.cond run once each, whatever the 
 import contextlib
 import functools
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from tpplan.trace.hooks.live_storages import Storages
 from tpplan.trace.whole.guessed_values import GuessedValues, is_question
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
+
+logger = logging.getLogger(__name__)
 
 #: elements counted for a dim whose size data decides, where nothing bounds it
 UNKNOWN_SIZE = 1
@@ -74,11 +77,18 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
 def _observed_guessing(module: nn.Module, call: OpaqueCall, is_untouched: bool) -> OpaqueTrace:
     """A call observed with guessed values, those that rows meet evenly. Raises UnobservableError where what the module
     returns depends on the guess."""
-    guesses = GuessedValues(is_even=True)
+    guesses = GuessedValues()
     even = _observed(module, call, guesses, is_untouched)
-    other = _observed(module, call, GuessedValues(is_even=False), is_untouched)
-    if even.spec != other.spec or list(map(described, even.outputs)) != list(map(described, other.outputs)):
-        raise UnobservableError("data decides the sizes, or the numbers, that it returns")
+    for others in (GuessedValues(is_even=False), GuessedValues(are_true=False)):
+        try:
+            other = _observed(module, call, others, is_untouched)
+        except UnobservableError:
+            raise
+        except Exception as error:  # the module's own code may refuse what it asks about
+            logger.info("module %s refuses a guess: %s", call.module or "the root", first_line(error))
+            continue
+        if even.spec != other.spec or list(map(described, even.outputs)) != list(map(described, other.outputs)):
+            raise UnobservableError("data decides the sizes, or the numbers, that it returns")
     return replace(even, guessed=tuple(guesses.asking))
 
 
