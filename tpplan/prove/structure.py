@@ -104,27 +104,33 @@ class Original:
             return False
         return graph_fingerprint(graph) == graph_fingerprint(self.assignment.graph)
 
-    def difference(self, rank: int, plan: Plan) -> Counterexample | None:
-        """The first difference of the model that a rank makes by applying the plan; None where it runs the same ops."""
+    def difference(self, rank: int, plan: Plan, until: str | None = None) -> Counterexample | None:
+        """The first difference of the model that a rank makes by applying the plan; None where it runs the same ops,
+        with `until` as far as the end of that module's first call."""
         plan = self.fewer.plan(plan)
 
         def fresh() -> nn.Module:
             with self.fewer.left_out(self.model):
                 return applied_as(self.model, plan, rank)
 
-        local = fresh()
+        def stopping() -> nn.Module:
+            return _stopping_after(fresh(), until)
+
         try:
             applied = trace(
-                local,
+                stopping(),
                 received_on_a_rank(self.inputs, plan.stage, plan.mesh.tp),
                 loss=self.loss,
                 cast=self.cast,
                 plan_digest=digest_of(plan),
                 opaques=self.opaques,
-                fresh=fresh,
+                fresh=stopping,
                 is_compared=True,
             )
         except TraceError as error:
+            if isinstance(error.__cause__, _PassedError):
+                found = difference_so_far(self.nodes, error.ran, _PASSED)
+                return found if found.message != _PASSED else None
             at = f", at {error.line}" if error.line else ""
             reason = f"the applied model cannot run: {error.reason}{at}"
             found = difference_so_far(self.nodes, error.ran, reason)
@@ -134,25 +140,50 @@ class Original:
         return difference(self.nodes, applied)
 
 
-def check_structure(original: Original, plan: Plan, *, trial_on: int | None = None) -> Plan | Counterexample:
+class _PassedError(Exception):
+    """A trial has run the module that it is about."""
+
+
+#: why a trial's trace ends
+_PASSED = "the trial ends here"
+
+
+def _stopping_after(model: nn.Module, module: str | None) -> nn.Module:
+    """The model; where it has the module, one that raises _PassedError once that has run."""
+
+    def stop(*_: object) -> None:
+        raise _PassedError
+
+    own = dict(model.named_modules()).get(module) if module else None
+    if own is not None:
+        own.register_forward_hook(stop)
+    return model
+
+
+def check_structure(
+    original: Original, plan: Plan, *, trial_on: int | None = None, until: str | None = None
+) -> Plan | Counterexample:
     """The plan with the sizes that it must replace so that its applied model runs the original's ops; else the first
-    difference that no size accounts for. A trial is on one rank alone, and layers that may be left out are."""
+    difference that no size accounts for. A trial is on one rank alone, and layers that may be left out are; with
+    `until` it ends with that module's first call, and sees fewer differences: of ops, their literals and shapes."""
     ranks, fewer = _ranks(plan), FewerLayers.of(original.assignment.graph, digest_of(plan))
     if trial_on is not None:
         ranks = tuple(rank for rank in ranks if rank == trial_on)
     if not (ranks and fewer.standing):
-        return _checked(original, original, plan, ranks)
+        return _checked(original, original, plan, ranks, until)
     short = original.without(fewer)
-    checked = _checked(original, short, plan, ranks)
+    checked = _checked(original, short, plan, ranks, until)
     if isinstance(checked, Plan):
         return checked if trial_on is not None else _checked(original, original, checked, ranks[:1])
     # Whatever the plan: found once for these layers.
     key = Original.is_faithful, frozenset(fewer.standing.items())
     is_faithful = original.assignment.graph.once(key, lambda: short.is_faithful)
-    return checked if is_faithful else _checked(original, original, plan, ranks)
+    return checked if is_faithful else _checked(original, original, plan, ranks, until)
 
 
-def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
+def _checked(
+    original: Original, compared: Original, plan: Plan, ranks: Sequence[int], until: str | None = None
+) -> Plan | Counterexample:
     """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer.
 
     Where no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended.
@@ -160,7 +191,7 @@ def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence
     assignment, model, written = original.assignment, original.model, plan.size_plans()
     for rank in ranks:
         differences: list[Counterexample] = []
-        while found := compared.difference(rank, plan):
+        while found := compared.difference(rank, plan, until):
             own = original.nodes_by_name[found.node.name] if found.node is not None else None
             found = replace(found, node=own, rank=rank)
             if found.culprit is not None:

@@ -9,6 +9,7 @@ rank, which do not show how a value came to be whole or a slice.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from torch import nn
 
@@ -34,23 +35,28 @@ MOST_TRIALS = 24
 #: cost of a layout with a summand or summed gradient where a sharded layout costs 1, in finding the least sharded plan
 UNSHARDED = 0.01
 
-#: finds the counterexample of an assignment; None where it is proven
-Check = Callable[[Assignment], Counterexample | Mistyped | None]
+
+class Check(Protocol):
+    """Finds the counterexample of an assignment."""
+
+    def __call__(self, trial: Assignment, until: str | None = None) -> Counterexample | Mistyped | None:
+        """The counterexample; None where it is proven, or, with `until`, where the model runs as it must as far as the
+        end of that module's first call."""
 
 
 def conflict_of(
     found: Counterexample | Mistyped, assignment: Assignment, formulation: Formulation, check: Check
-) -> Choices:
+) -> tuple[Choices, bool]:
     """The choices, by decision, that suffice for a counterexample; all choices of the assignment where no smaller set
-    was found."""
+    was found. And whether trials for it may end with the module that has it."""
     finder = _Finder(found, assignment, formulation, check)
     tried: list[Choices] = []
     for candidates in finder.candidates():
         chosen = finder.choices(candidates)
         if chosen and chosen not in tried and finder.is_enough(chosen):
-            return finder.smallest(chosen)
+            return finder.smallest(chosen), finder.until is not None
         tried.append(chosen)
-    return finder.choices(assignment.deciders)
+    return finder.choices(assignment.deciders), finder.until is not None
 
 
 def in_like_modules(graph: ModelGraph, choices: Choices, model: nn.Module) -> Iterator[Choices]:
@@ -70,7 +76,13 @@ def in_like_modules(graph: ModelGraph, choices: Choices, model: nn.Module) -> It
 
 
 def in_modules_of_other_sizes(
-    choices: Choices, node: Op | Boundary | None, formulation: Formulation, model: nn.Module, check: Check
+    choices: Choices,
+    node: Op | Boundary | None,
+    formulation: Formulation,
+    model: nn.Module,
+    check: Check,
+    *,
+    ends_early: bool,
 ) -> Iterator[Choices]:
     """Yields the corresponding choices in modules that run the same code on other sizes, where a trial has the
     counterexample at the corresponding node: each would else cost the search a round, once the one before is
@@ -98,16 +110,26 @@ def in_modules_of_other_sizes(
             continue
         trials += 1
         trial = _with_little_else(formulation, possible)
-        if trial is not None and _is_counterexample_at(names[own[node.name]], trial, check):
+        image = names[own[node.name]]
+        until = _end_of(graph, next(own for own in nodes if own.name == image)) if ends_early else None
+        if trial is not None and _is_counterexample_at(image, trial, check, until):
             yield from in_like_modules(graph, possible, model)
 
 
-def _is_counterexample_at(node: str, trial: Assignment, check: Check) -> bool:
+def _is_counterexample_at(node: str, trial: Assignment, check: Check, until: str | None) -> bool:
     try:
-        found = check(trial)
+        found = check(trial, until)
     except TpplanError:
         return False  # the assignment cannot be written as a plan
     return isinstance(found, Counterexample) and found.node is not None and found.node.name == node
+
+
+def _end_of(graph: ModelGraph, node: Op | Boundary) -> str | None:
+    """The module whose code has a node, if it is called once; else None."""
+    if node.module in ("", LOSS_SCOPE):
+        return None
+    paths = [own.path for own in graph.boundaries if own.module == node.module and own.direction is Direction.OUTPUT]
+    return node.module if len(paths) == len(set(paths)) else None
 
 
 def _outline(nodes: tuple[Op | Boundary, ...]) -> list[tuple[str, int, int]]:
@@ -174,6 +196,11 @@ class _Finder:
         self.check = check
         self.trials = 0
         graph = assignment.graph
+        self.until = None if self.node is None else _end_of(graph, self.node)
+        if self.until is not None and not (
+            self.node is not None and _is_counterexample_at(self.node.name, assignment, check, self.until)
+        ):
+            self.until = None
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
 
@@ -249,7 +276,7 @@ class _Finder:
         if trial is None:
             return False
         try:
-            again = self.check(trial)
+            again = self.check(trial, self.until)
         except TpplanError:
             return False  # the assignment cannot be written as a plan
         if isinstance(self.found, Mistyped):

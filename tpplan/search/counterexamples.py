@@ -36,15 +36,21 @@ MOST_SHOWN = 3
 
 
 def put_to_proof(
-    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment, *, trial_on: int | None = None
+    solver: PointSolver,
+    traced: Traced,
+    plan: Plan,
+    assignment: Assignment,
+    *,
+    trial_on: int | None = None,
+    until: str | None = None,
 ) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
-    of choices is on one tp rank, and need not compare all layers."""
+    of choices is on one tp rank, and need not compare all layers, nor what comes after the module `until`."""
     subject = solver.request.subject
     original = traced.original(assignment, subject, GrowingDims(solver.traces, traced))
     with subject.planning():
-        checked = check_structure(original, plan, trial_on=trial_on)
-    if isinstance(checked, Counterexample):
+        checked = check_structure(original, plan, trial_on=trial_on, until=until)
+    if isinstance(checked, Counterexample) or until is not None:
         return checked
     return _mistyped(traced.graph, checked, assignment) or checked
 
@@ -82,8 +88,8 @@ def forbid(
 
     rank = found.rank if isinstance(found, Counterexample) else 0
 
-    def check(trial: Assignment) -> Counterexample | Mistyped | None:
-        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, trial_on=rank)
+    def check(trial: Assignment, until: str | None = None) -> Counterexample | Mistyped | None:
+        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, trial_on=rank, until=until)
         return None if isinstance(checked, Plan) else checked
 
     _forbid_one(solver, found, assignment, formulation, traced, check)
@@ -102,11 +108,11 @@ def _forbid_one(
     """Forbids the choices of an assignment that make its counterexample, or guesses, as `forbid`."""
     tp, cuts = formulation.mesh.tp, solver.cuts
     logger.info("counterexample on tp %d: %s", tp, found.message)
-    conflict = conflict_of(found, assignment, formulation, check)
+    conflict, ends_early = conflict_of(found, assignment, formulation, check)
     node = found.node if isinstance(found, Counterexample) else None
     together = (
         *in_like_modules(traced.graph, conflict, traced.model),
-        *in_modules_of_other_sizes(conflict, node, formulation, traced.model, check),
+        *in_modules_of_other_sizes(conflict, node, formulation, traced.model, check, ends_early=ends_early),
     )
     cuts.note(_refuted(formulation, found.message, together))
     for choices in together:

@@ -34,7 +34,7 @@ from tpplan.torch_internals.recording import (
     untraced,
 )
 from tpplan.torch_internals.tensors import local_part, plain_calls
-from tpplan.trace.answers.concrete_values import Compared, ConcreteValues, Question
+from tpplan.trace.answers.concrete_values import Compared, ConcreteValues, Question, misses_forgotten
 from tpplan.trace.answers.cond import higher_order_ops_traced
 from tpplan.trace.answers.data_dependent_sizes import Counts, as_many_as_can_be, counting_by
 from tpplan.trace.answers.one_dtype import check_one_dtype
@@ -44,6 +44,7 @@ from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
 from tpplan.trace.noted_calls import CallNotes
+from tpplan.trace.whole.opaque_run import given_by
 
 #: keys of a node's meta: the module that was running, a digest of values that the code wrote down, whether gradients
 #: were on, and the line of the model's code
@@ -168,15 +169,23 @@ def given_on_meta(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpe
     """Runs a module on the meta device and returns its outputs; `leaves` and `spec` are its arguments.
 
     The kernels are those of a trace, so that outputs are the same in a trace and outside of one; no mode sees the
-    module's calls. Where its code asks for values it is run again, and they are answered as in a trace. Raises what
-    `record` raises.
+    module's calls. Where its code asks for values it is run again, and they are answered as in a trace, or else
+    guessed. Raises what `record` raises.
     """
     args, kwargs = pytree.tree_unflatten(list(leaves), spec)
     with untraced((CallNotes,)), torch.no_grad(), more_shapes_known(), counting_by(as_many_as_can_be):
-        with contextlib.suppress(RuntimeError):  # torch's, for tensors without values
+        with contextlib.suppress(RuntimeError, TypeError), misses_forgotten():  # torch's, for tensors without values
             return module(*args, **kwargs)
         called = _Called(module, spec)
-        record(called, leaves, [str(i) for i in range(len(leaves))], lambda: "")
+        try:
+            with misses_forgotten():
+                record(called, leaves, [str(i) for i in range(len(leaves))], lambda: "")
+        except StoppedError:
+            with untraced((ConcreteValues,)):
+                given = given_by(module, leaves, spec)
+            if given is None:
+                raise
+            return given
         return called.given
 
 

@@ -6,6 +6,7 @@ by making the calls again on the CPU, from constructors and inputs on. Values th
 random number are not known, nor those of tensors that were written to, or that a plan has converted. An answer that
 depends on the inputs is one of several: the question is noted, and can be answered the other way in another run."""
 
+import contextlib
 import linecache
 import math
 import reprlib
@@ -104,7 +105,7 @@ class ConcreteValues(TorchFunctionMode):
         planned = planned_device()
         self._device_answers = DeviceAnswers(planned, "meta") if planned is not None else None
         #: the last question that no trace can answer, with its line of code; the code may catch the error
-        self._missed = ""
+        self.missed = ""
         self.guessed: dict[str, str] = {}
         self._extra = extra
         self._before = compared or {}
@@ -203,13 +204,13 @@ class ConcreteValues(TorchFunctionMode):
     def miss(self, problem: str) -> None:
         """Notes a question that only training can answer. Code that catches its error takes another branch than in
         training, so whatever the code calls next raises."""
-        self._missed = f"{asking_line()} ({problem})"
+        self.missed = f"{asking_line()} ({problem})"
 
     def check_all_answered(self) -> None:
         """Raises UnknownValueError where the code went on after a question that had no answer."""
-        if self._missed:
+        if self.missed:
             raise UnknownValueError(
-                f"code goes on after {self._missed}, which has an answer in training but none while a model is planned"
+                f"code goes on after {self.missed}, which has an answer in training but none while a model is planned"
             )
 
     def _run_own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -402,6 +403,18 @@ _RUNNING: list[ConcreteValues] = []
 def places_of(tensor: Tensor) -> int:
     """As ConcreteValues.places, by the innermost mode that is on; 0 where none is."""
     return _RUNNING[-1].places(tensor) if _RUNNING else 0
+
+
+@contextlib.contextmanager
+def misses_forgotten() -> Iterator[None]:
+    """Lets code go on after an error inside that a question without an answer has raised."""
+    before = [mode.missed for mode in _RUNNING]
+    try:
+        yield
+    except Exception:
+        for mode, missed in zip(_RUNNING, before, strict=True):
+            mode.missed = missed
+        raise
 
 
 def _values_compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

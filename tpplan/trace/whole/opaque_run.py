@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -38,7 +38,7 @@ from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
 from tpplan.trace.hooks.live_storages import Storages
 from tpplan.trace.whole.guessed_values import GuessedValues, is_question
-from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
+from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,24 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
         line = raising_line(error)
         where = f" at {line}" if line else ""
         raise UnobservableError(f"{type(error).__name__}: {first_line(error)}{where}") from error
+
+
+def given_by(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """What a module gives for arguments, tensors on the meta device; None where it cannot be one operator."""
+    call = OpaqueCall(
+        module="",
+        kind="",
+        leaves=tuple(leaves),
+        spec=spec,
+        weights=dict(module.named_parameters()),
+        modes=running_modes(),
+    )
+    try:
+        seen = observe(module, call)
+    except UnobservableError as error:
+        logger.info("a module gives what its code does not tell from shapes alone: %s", error)
+        return None
+    return pytree.tree_unflatten(list(seen.outputs), seen.spec)
 
 
 def _observed_guessing(module: nn.Module, call: OpaqueCall, is_untouched: bool) -> OpaqueTrace:
