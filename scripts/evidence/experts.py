@@ -7,8 +7,8 @@ experts; `loop` is a model written here, whose layers walk a ModuleList of exper
 division of its ranks, with the number of ranks that divide experts (ep), that shard (FSDP) and that are tensor-parallel
 (tp) pinned, in several accumulated micro-batches. Real gloo ranks then take a step, which must give the loss and every
 gradient of one process; under the last division of 4 ranks also 20 steps of AdamW, whose losses must be those of one
-process. transformers' eager form loops over the experts that some row has, and asks a tensor for their numbers: it is
-refused by name, and not tried by default. `experts` says how the plan has them: divided, as far as the module's code
+process. transformers' eager form loops over the experts that some row has, and asks a tensor for their numbers: it
+runs whole, and is not tried by default. `experts` says how the plan has them: divided, as far as the module's code
 gave the same numbers whole and divided, or whole, and why.
 
 Each form runs in a process of its own. Exit code 4 where anything is wrong, 1 where a type fails or is left whole that

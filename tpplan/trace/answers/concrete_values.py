@@ -25,6 +25,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import unrecorded
 from tpplan.torch_internals.tensors import storage_key, version_of
 from tpplan.trace.answers.constants import digest_of_constant
+from tpplan.trace.answers.even_shares import Call, calls_behind, places_of_call, values_compared
 from tpplan.trace.answers.planned_device import (
     ADDRESSES,
     DeviceAnswers,
@@ -55,10 +56,6 @@ _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "m
 _ASKED = "the code asks a tensor for its values"
 #: types of arguments that nobody changes, or that are remembered as they are
 _KEPT = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
-#: functions that give indices along a dim, and the place of that dim among their arguments
-_PLACES_OF_DIM = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 9}
-#: functions that compare integers with others
-_COMPARING = frozenset({"eq", "__eq__"})
 #: dtypes whose numbers may be sizes
 _COUNTS = frozenset({torch.int64, torch.int32})
 
@@ -122,7 +119,7 @@ class ConcreteValues(TorchFunctionMode):
         self._inputs = {id(tensor): (tensor, value) for tensor, value in inputs if not value.is_meta}
         #: (tensor, its position among a call's results, the call) by the tensor's id; holding the tensor keeps its id
         #: from being used again
-        self._made: dict[int, tuple[Tensor, int, Any, tuple[Any, ...], dict[str, Any]]] = {}
+        self._made: dict[int, tuple[Tensor, int, Call]] = {}
         #: a tensor's version, which counts writes to it through any view, when it was first met, by the tensor's id
         self._versions = {key: _version(tensor) for key, (tensor, _) in self._inputs.items()}
         #: storages that the code reached by `.data`, writes to which no version counts
@@ -194,7 +191,7 @@ class ConcreteValues(TorchFunctionMode):
         call = (tuple(args), dict(kwargs)) if is_plain else pytree.tree_map(_kept, (args, kwargs))
         for place, result in enumerate((results,) if type(results) is Tensor else pytree.tree_leaves(results)):
             if isinstance(result, Tensor) and id(result) not in self._made:
-                self._made[id(result)] = (result, place, func, *call)
+                self._made[id(result)] = (result, place, (func, *call))
                 self._versions.setdefault(id(result), _version(result))
 
     def lay_bare(self, tensor: Tensor) -> None:
@@ -269,17 +266,10 @@ class ConcreteValues(TorchFunctionMode):
     def _compared(self, leaves: list[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields pairs (integers that are not known, the values [E] that they are compared with) among what leaves were
         computed from."""
-        met, waiting = set[int](), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        while waiting:
-            tensor = waiting.pop()
-            if id(tensor) in met or id(tensor) not in self._made:
-                continue
-            met.add(id(tensor))
-            _, _, func, args, kwargs = self._made[id(tensor)]
-            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            waiting += operands
-            for integers in operands if (own := _values_compared(func, args, kwargs)) else ():
-                if integers.dtype in _COUNTS and self._known(integers) is None:
+        for call in calls_behind(leaves, self._made):
+            own = values_compared(*call)
+            for integers in own:
+                if isinstance(integers, Tensor) and integers.dtype in _COUNTS and self._known(integers) is None:
                     values = self._known(next((one for one in own if one is not integers), None))
                     if values is not None and values.numel():
                         distinct: Callable[..., Tensor] = torch.unique
@@ -288,20 +278,8 @@ class ConcreteValues(TorchFunctionMode):
     def places(self, tensor: Tensor) -> int:
         """The number of places that indices among what a tensor was computed from were taken from, as by topk along a
         dim of that size; 0 where there are none."""
-        met, waiting = set[int](), [tensor]
-        while waiting:
-            own = waiting.pop(0)
-            if id(own) in met or id(own) not in self._made:
-                continue
-            met.add(id(own))
-            _, _, func, args, kwargs = self._made[id(own)]
-            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if (place := _PLACES_OF_DIM.get(getattr(func, "__name__", ""))) is not None and operands:
-                dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-                x = operands[0]
-                return x.numel() if dim is None or x.dim() == 0 else x.shape[dim]
-            waiting += operands
-        return 0
+        found = (places_of_call(func, args, kwargs) for func, args, kwargs in calls_behind([tensor], self._made))
+        return next((places for places in found if places), 0)
 
     def _known(self, argument: object) -> Tensor | None:
         """An argument's values; None where they are not known."""
@@ -370,7 +348,7 @@ class ConcreteValues(TorchFunctionMode):
                 raise UnknownValueError(f"{_ASKED}, which depend on weights or buffers")
             return tensor
         self._check_unwritten(tensor)
-        _, place, func, args, kwargs = self._made[id(tensor)]
+        _, place, (func, args, kwargs) = self._made[id(tensor)]
         if "empty" in getattr(func, "__name__", ""):
             raise UnknownValueError(f"{_ASKED}, which {func.__name__} leaves undefined")
         args, kwargs = pytree.tree_map(self._on_cpu, (args, kwargs))
@@ -415,15 +393,6 @@ def misses_forgotten() -> Iterator[None]:
         for mode, missed in zip(_RUNNING, before, strict=True):
             mode.missed = missed
         raise
-
-
-def _values_compared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The operands of a call that compares integers: these, and what they are compared with; () for any other call."""
-    name = getattr(func, "__name__", "")
-    if name == "one_hot":
-        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        return (*args[:1], list(range(classes))) if classes > 0 else ()
-    return (*args, *kwargs.values()) if name in _COMPARING else ()
 
 
 def _is_at_rest(argument: Any) -> bool:

@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -22,33 +21,21 @@ from tpplan.core.errors import first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.fakes import (
-    FakeTensor,
     FakeTensorMode,
     ShapeEnv,
     flex_attention_anywhere,
-    unset_fake_temporarily,
-    upper_bound,
 )
-from tpplan.torch_internals.operators import is_higher_order, written_by
-from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.torch_internals.tensors import gradient_hooks, storage_key, version_of
 from tpplan.trace.answers.concrete_values import raising_line
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
-from tpplan.trace.hooks.live_storages import Storages
 from tpplan.trace.whole.guessed_values import GuessedValues, is_question
+from tpplan.trace.whole.op_log import ForeignError, OpLog, num_bytes, on_meta
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
 
 logger = logging.getLogger(__name__)
-
-#: elements counted for a dim whose size data decides, where nothing bounds it
-UNKNOWN_SIZE = 1
-
-
-class _ForeignError(UnobservableError):
-    """The module reads a tensor that is neither an argument nor one of its own."""
 
 
 def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> OpaqueTrace:
@@ -113,7 +100,7 @@ def _observed_guessing(module: nn.Module, call: OpaqueCall, is_untouched: bool) 
 def _observed(module: nn.Module, call: OpaqueCall, guesses: GuessedValues | None, is_untouched: bool) -> OpaqueTrace:
     try:
         return _observe(module, call, lambda _: contextlib.nullcontext(), guesses, is_untouched)
-    except _ForeignError:
+    except ForeignError:
         own = is_untouched
         return _observe(module, call, lambda fakes: ForeignReads(fakes if own else {}), guesses, is_untouched)
 
@@ -173,7 +160,7 @@ class _ForwardRun:
     what is alive at the end; `written` are the names of weights that were changed or replaced.
     """
 
-    log: "_Log"
+    log: OpLog
     forward: tuple[OpRecord, ...]
     outputs: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -203,7 +190,7 @@ def _run_forward(
     if guesses is not None:
         for place, size in call.places.items():
             guesses.give(given[place], size)
-    log = _Log(environment, [*weights.values(), *buffers, *(x for x in given if isinstance(x, Tensor))])
+    log = OpLog(environment, [*weights.values(), *buffers, *(x for x in given if isinstance(x, Tensor))])
     args, kwargs = pytree.tree_unflatten(given, call.spec)
     modules = list(module.modules())
     storages = {name: storage_key(weight) for name, weight in weights.items()}
@@ -216,7 +203,7 @@ def _run_forward(
     found, spec = pytree.tree_flatten(output)
     _check(found, given, weights)
     results = [leaf for leaf in found if isinstance(leaf, Tensor)]
-    outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
+    outputs = tuple(on_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
     ends = {get_gradient_edge(result): fake(result) for result in results if result.requires_grad}
     return _ForwardRun(
         log=log,
@@ -236,7 +223,7 @@ def _call_forward(
     module: nn.Module,
     args: Any,
     kwargs: Any,
-    log: "_Log",
+    log: OpLog,
     make_context: ContextFactory,
     guessing: contextlib.AbstractContextManager[object],
 ) -> tuple[Any, dict[str, nn.Parameter]]:
@@ -275,7 +262,7 @@ class _Watched:
 def _watched(leaves: list[Any], environment: ShapeEnv) -> list[_Watched]:
     """The storages of the tensors among the leaves, in order."""
     return [
-        _Watched(weakref.ref(leaf.untyped_storage()), storage_key(leaf), _nbytes(leaf, environment))
+        _Watched(weakref.ref(leaf.untyped_storage()), storage_key(leaf), num_bytes(leaf, environment))
         for leaf in leaves
         if isinstance(leaf, Tensor)
     ]
@@ -310,105 +297,6 @@ def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) ->
         raise UnobservableError("it writes to what it is given")
     if any(gradient_hooks(tensor) for tensor in (*inputs, *weights.values())):
         raise UnobservableError("it puts a hook on the gradient of what it is given")
-
-
-class _Log(TorchDispatchMode):
-    """A mode that notes the operators that run below autograd, and the bytes that are alive.
-
-    Functions handed to loops and choices run once each. `operands` are tensors whose bytes do not count.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, as torch compiles the functions of its higher-order operators only while every mode says so."""
-        return True
-
-    def __init__(self, environment: ShapeEnv, operands: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.environment = environment
-        self.ran: list[OpRecord] = []
-        self.bodies: set[str] = set()
-        self.is_bounded = True
-        self.made = Storages(without=operands)
-        #: keys of storages whose contents were changed
-        self.written: set[int] = set()
-
-    def restart(self) -> None:
-        """Forgets the operators so far, and starts the peak anew from the bytes that are alive."""
-        self.ran = []
-        self.made.forget_peak()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            is_foreign = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
-            if is_foreign and (tensor.is_meta or tensor.requires_grad):
-                raise _ForeignError(f"it reads a tensor of shape {list(tensor.shape)} that it is not given")
-        if is_higher_order(func):
-            results = func(*(self._logged(str(func), argument) for argument in args), **kwargs)
-        else:
-            self.written.update(map(storage_key, written_by(func, args, kwargs)))
-            results = func(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-        if not str(func).startswith("prim."):
-            noted = pytree.tree_map(self._as_data, (tuple(args), kwargs))
-            self.ran.append(OpRecord(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._as_data, made))))
-        for tensor in made:
-            self.made.add(tensor, _nbytes(tensor, self.environment))
-        return results
-
-    def _logged(self, name: str, argument: Any) -> Any:
-        """An argument of the higher-order operator `name`; a function notes the operators that run in it, too."""
-        if isinstance(argument, Tensor) or not callable(argument):
-            return argument
-        self.bodies.add(name)
-
-        def run(*args: Any) -> Any:
-            with self:
-                return argument(*args)
-
-        return run
-
-    def _as_data(self, leaf: Any) -> Any:
-        """A leaf to keep in a record: tensors on the meta device, symbolic numbers as int, functions as None."""
-        if isinstance(leaf, Tensor):
-            self.is_bounded &= all(_bound(size, self.environment) is not None for size in leaf.shape)
-            return _meta(leaf, self.environment)
-        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return _known_size(leaf, self.environment)
-        return None if callable(leaf) and not isinstance(leaf, torch.dtype) else leaf
-
-
-def _known_size(size: Any, environment: ShapeEnv) -> int:
-    """A size as a number: where data decides it, its upper bound, or UNKNOWN_SIZE where it has none."""
-    bound = _bound(size, environment)
-    return UNKNOWN_SIZE if bound is None else bound
-
-
-def _bound(size: Any, environment: ShapeEnv) -> int | None:
-    """The most that a size can be; None where it has no bound."""
-    if isinstance(size, int):
-        return size
-    if not isinstance(size, torch.SymInt):
-        return None
-    return upper_bound(size, environment)
-
-
-def _nbytes(tensor: Tensor, environment: ShapeEnv) -> int:
-    """Bytes of a tensor's elements, which stand for those of its storage."""
-    return prod(_known_size(size, environment) for size in tensor.shape) * tensor.element_size()
-
-
-def _meta(tensor: Tensor, environment: ShapeEnv) -> Tensor:
-    """A plain meta tensor of a fake tensor's sizes and dtype, and of its strides where data decides none of them."""
-    sizes = [_known_size(size, environment) for size in tensor.shape]
-    is_known = all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
-    with unset_fake_temporarily():
-        if is_known:
-            return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return torch.empty(sizes, dtype=tensor.dtype, device="meta")
 
 
 def _digest(cls: type, call: OpaqueCall, outputs: tuple[Any, ...], *ran: Any) -> str:
