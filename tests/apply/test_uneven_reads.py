@@ -102,6 +102,20 @@ def test_steps_are_those_of_one_process(way: Way, gpus: int, options: dict[str, 
         assert sum(found[0][step] for found in runs) / gpus == pytest.approx(losses[step], rel=1e-4)
 
 
+def test_gradients_kept_whole_in_another_dtype() -> None:
+    """What comes in the last micro-batch alone, or in none, is reduced with what FSDP keeps in float32."""
+    plan = solved(if_rows, gpus=2, tp=1, fsdp=2, whole_gradients=True, micro_batch=1, precision="bf16-mixed")
+    losses, named, first, _ = trained(if_rows, None)
+    runs = run_ranks(2, trained, if_rows, plan, timeout_s=120)
+    assert sum(found[0][1] for found in runs) / 2 == pytest.approx(losses[1], rel=2e-2)
+    for found in runs:
+        assert found[1][0] == named[0]
+        large = {name for name, gradient in first.items() if gradient.abs().max() > 1e-2}
+        assert large
+        for name in large:
+            assert (found[2][name] - first[name]).norm() < 0.1 * first[name].norm(), name
+
+
 @pytest.mark.parametrize("way", [if_any, by_counts, if_rows])
 def test_a_step_on_fake_tensors_is_as_planned(way: Way) -> None:
     plan = solved(way, gpus=4, tp=2, fsdp=2, seq_len=8 * LENGTH)  # each expert gets rows

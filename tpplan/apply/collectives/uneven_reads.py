@@ -36,13 +36,23 @@ class _Gradient:
     came: bool = False
     was_there: bool | None = None
 
+    @property
+    def is_accumulated(self) -> bool:
+        """True where FSDP keeps the gradient of earlier micro-batches, whole and in the dtype that it reduces in."""
+        return self.parameter.unsharded_accumulated_grad is not None
+
+    def accumulate(self) -> None:
+        """Keeps a gradient as FSDP keeps those of earlier micro-batches, for it reduces gradients of one dtype."""
+        if hasattr(self.parameter, "_unsharded_param") and not self.is_accumulated:
+            self.parameter.to_accumulated_grad_if_needed()
+
     def prepare(self, *, is_reduced: bool) -> None:
         """Notes whether the gradient came in the backward that ends; makes it zeros where not, and FSDP reduces it."""
         parameter = self.parameter
         if not (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad):
             return
         own = parameter.unsharded_param
-        is_here = own.grad is not None or parameter.unsharded_accumulated_grad is not None
+        is_here = own.grad is not None or self.is_accumulated
         self.came |= is_here
         if not is_reduced:
             return
@@ -79,6 +89,9 @@ class UnevenReads:
         """Prepares a unit's gradients, as FSDP is about to reduce them."""
         for gradient in unit.gradients:
             gradient.prepare(is_reduced=unit.group.reduce_grads)
+        if unit.group.reduce_grads and any(own.is_accumulated for own in unit.gradients):
+            for gradient in unit.gradients:
+                gradient.accumulate()
         if self.averager is not None:
             self.averager.gradient_comes()
         if unit.group.reduce_grads and unit.group.all_reduce_grads and self.backward != running_backward():
