@@ -80,7 +80,19 @@ def by_bins(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) 
     return y
 
 
-ASKING = (if_any, each_hit, each_unique, by_counts, by_bins)
+def selected(x: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList) -> Tensor:
+    """Rows picked by masked_select."""
+    y = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        mask = (chosen == number).any(-1, keepdim=True)
+        if bool(mask.any()):
+            rows = x.masked_select(mask).view(-1, x.shape[-1])
+            weight = (weights * (chosen == number)).sum(-1, keepdim=True)
+            y = y + torch.zeros_like(x).masked_scatter(mask, expert(rows)) * weight
+    return y
+
+
+ASKING = (if_any, each_hit, each_unique, by_counts, by_bins, selected)
 
 
 class Mixture(nn.Module):

@@ -7,7 +7,6 @@ a copy of the module whose weights are small: results and all gradients must agr
 ranks, get no rows. Modules that draw random numbers, have buffers, or keep a number of experts are refused.
 """
 
-import contextlib
 import copy
 import inspect
 import math
@@ -22,6 +21,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.experts.expert_share import SHARE, counted
 from tpplan.plan.plan import ExpertCall
 from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.operators import one_thread
 
 #: the check of a plan's experts, in the plan's words
 ROW_WISE = "the modules' own code ran on random numbers, whole and divided: equal results and gradients"
@@ -65,24 +65,13 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     if elements > MOST_ELEMENTS:
         return f"its weights cannot be made small enough to run it: {elements:,} elements of at most {MOST_ELEMENTS:,}"
     try:
-        with torch.random.fork_rng(devices=[]), _one_thread():
+        with torch.random.fork_rng(devices=[]), one_thread():
             torch.manual_seed(0)
             return _difference(_small(module, call, factor), call, top_k, width // factor, ep)
     except TpplanError:
         raise
     except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
         return f"its code fails on fewer experts or rows: {first_line(error)}"
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Runs kernels in this thread alone: a process with a pool of threads cannot be forked by whoever plans in it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _shrinking(module: nn.Module, call: ExpertCall, width: int) -> int:

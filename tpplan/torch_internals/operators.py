@@ -137,6 +137,17 @@ def busy_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs kernels in this thread alone: a process with a pool of threads cannot be forked by whoever plans in it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def missing_ops(names: Iterable[str]) -> list[str]:
     """The names ("aten.mm", "aten.mm.default", "aten::mm") that are no operator of this torch."""
     return [name for name in names if not _has(name.replace("::", "."))]

@@ -114,7 +114,7 @@ class UnevenReads:
             for group in ranks:
                 if group.size > 1:
                     all_reduce_in_place(came, group)
-            if not all(own.came for own in gradients):  # else no other rank can be without any of them
+            if any(own.was_there is False and not own.came for own in gradients):  # else none of them is to go
                 for own, count in zip(gradients, came.tolist(), strict=True):
                     if count == 0 and own.was_there is False:
                         own.parameter.sharded_param.grad = None

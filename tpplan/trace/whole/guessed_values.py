@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpplan.core.errors import first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensor, is_of_values, unset_fake_temporarily
-from tpplan.torch_internals.operators import schema_of, written_by
+from tpplan.torch_internals.operators import one_thread, schema_of, written_by
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.answers.planned_device import asking_line
 from tpplan.trace.whole.opaque_fakes import UnobservableError
@@ -95,7 +95,7 @@ class GuessedValues(TorchDispatchMode):
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Gives fakes values while it is on, and code that asks for NumPy arrays of them copies."""
-        with self, _NumpyOfValues(self):
+        with one_thread(), self, _NumpyOfValues(self):
             yield
 
     def give(self, tensor: Tensor, places: int) -> None:
@@ -125,7 +125,9 @@ class GuessedValues(TorchDispatchMode):
             self.note(values[0])  # type: ignore[arg-type]
             return answer
         if func.namespace != "aten" or any(value is None for value in values):
-            results = func(*self._by_indices(func, args), **kwargs)
+            results = self._selected(func, args)
+            if results is None:
+                results = func(*self._by_indices(func, args), **kwargs)
             if func.namespace != "_c10d_functional":  # a collective gives what it is given, as if ranks were alike
                 self._forget(written_by(func, args, kwargs))
             self._guess(func, args, kwargs, results)
@@ -207,10 +209,17 @@ class GuessedValues(TorchDispatchMode):
         rows = [own for place, own in enumerate(result.shape) if place != dim]
         return found.reshape(*rows, result.shape[dim]).movedim(-1, dim).contiguous()
 
+    def _selected(self, func: Any, args: Any) -> Tensor | None:
+        """As many elements as a known mask selects; None for any other call."""
+        mask = self.value(args[1]) if func is aten.masked_select.default else None
+        if mask is None:
+            return None
+        with unset_fake_temporarily():
+            count = int((mask & torch.ones(args[0].shape, dtype=torch.bool, device="cpu")).sum())
+        return args[0].new_empty((count,))  # type: ignore[no-any-return]
+
     def _by_indices(self, func: Any, args: Any) -> Any:
         """The arguments of a call with indices in place of masks that are known."""
-        if func is aten.masked_select.default and (mask := self.value(args[1])) is not None:
-            self.note(mask)
         if func not in _BY_MASK:
             return args
         x, indices, *others = args
