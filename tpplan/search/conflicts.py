@@ -88,9 +88,11 @@ def in_modules_of_other_sizes(
     counterexample at the corresponding node: each would else cost the search a round, once the one before is
     forbidden."""
     space, graph = formulation.space, formulation.space.graph
-    module, alike = _module_around(graph, choices)
+    if node is None:
+        return
+    module, alike = _module_around(graph, {node.name: frozenset[Strategy](), **choices})
     own = _places(graph, module)
-    if not module or node is None or node.name not in own:
+    if not module or not choices.keys() | {node.name} <= own.keys():
         return
     covered, trials = {module, *alike}, 0
     for name, other in model.named_modules():
@@ -103,10 +105,9 @@ def in_modules_of_other_sizes(
         covered |= {name, *like_modules(graph, name)}
         names = {place: image for image, place in _places(graph, name).items()}
         images = {names[own[decision]]: group for decision, group in choices.items()}
-        possible = {
-            image: group.intersection(space.strategies[space.classes[image]]) for image, group in images.items()
-        }
-        if not all(possible.values()):
+        options = {image: space.strategies[space.classes[image]] for image in images}
+        possible = {image: group.intersection(options[image]) for image, group in images.items()}
+        if not all(possible.values()) or all(len(possible[image]) == len(options[image]) for image in images):
             continue
         trials += 1
         trial = _with_little_else(formulation, possible)
