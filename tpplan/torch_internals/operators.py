@@ -25,6 +25,18 @@ COLLECTIVES = (
 ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
 )  # fmt: skip
+#: ops that give a number or a bool of a tensor's values, and ops that take masks in place of indices
+ASKING = frozenset(
+    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
+)
+TAKING_MASKS = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    }
+)
 #: the functions by which Python code of torch asks whether a mode is to run it
 _GUARDS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 #: methods of tensors that take sizes

@@ -31,6 +31,7 @@ __all__ = [
     "LoopedStage",
     "MemTracker",
     "Tracker",
+    "gathered",
     "group_of",
     "orders_of",
     "unit_name",
@@ -41,6 +42,11 @@ def group_of(module: FSDPModule) -> FSDPParamGroup | None:
     """The parameter group that FSDP2 gathers for the module; None where the module has none of its own."""
     found: FSDPParamGroup | None = module._get_fsdp_state()._fsdp_param_group
     return found
+
+
+def gathered(parameter: Any) -> nn.Parameter | None:
+    """One of a group's parameters as FSDP2 gathers it; None where it has gathered none yet."""
+    return parameter.unsharded_param if hasattr(parameter, "_unsharded_param") else None
 
 
 def unit_name(group: FSDPParamGroup) -> str:

@@ -19,7 +19,7 @@ from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce_in_place
 from tpplan.apply.collectives.tp_gradients import Reducer, Slot
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
-from tpplan.torch_internals.parallel import FSDPParamGroup, group_of
+from tpplan.torch_internals.parallel import FSDPParamGroup, gathered, group_of
 
 
 @final
@@ -43,21 +43,20 @@ class _Gradient:
 
     def accumulate(self) -> None:
         """Keeps a gradient as FSDP keeps those of earlier micro-batches, for it reduces gradients of one dtype."""
-        if hasattr(self.parameter, "_unsharded_param") and not self.is_accumulated:
+        if gathered(self.parameter) is not None and not self.is_accumulated:
             self.parameter.to_accumulated_grad_if_needed()
 
     def prepare(self, *, is_reduced: bool) -> None:
         """Notes whether the gradient came in the backward that ends; makes it zeros where not, and FSDP reduces it."""
-        parameter = self.parameter
-        if not (hasattr(parameter, "_unsharded_param") and parameter.unsharded_param.requires_grad):
+        own = gathered(self.parameter)
+        if own is None or not own.requires_grad:
             return
-        own = parameter.unsharded_param
         is_here = own.grad is not None or self.is_accumulated
         self.came |= is_here
         if not is_reduced:
             return
         if self.was_there is None:
-            self.was_there = parameter.sharded_param.grad is not None
+            self.was_there = self.parameter.sharded_param.grad is not None
         if not is_here:
             own.grad = torch.zeros_like(own)
             if self.slot is not None:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpplan.core.errors import first_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensor, is_of_values, unset_fake_temporarily
-from tpplan.torch_internals.operators import one_thread, schema_of, written_by
+from tpplan.torch_internals.operators import ASKING, TAKING_MASKS, one_thread, schema_of, written_by
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.answers.planned_device import asking_line
 from tpplan.trace.whole.opaque_fakes import UnobservableError
@@ -31,8 +31,6 @@ aten = torch.ops.aten
 #: largest number of elements of a tensor whose values are computed: of integers and masks, and of floats
 MOST_ELEMENTS = 2**26
 MOST_FLOATS = 2**20
-#: ops that give a number or a bool of a tensor's values
-_ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default})
 #: ops that give indices along a dim, and the number of the result that has them
 _INDEXING = {
     aten.topk.default: 1,
@@ -55,10 +53,6 @@ _COMPARING = frozenset(
 _SELDOM = frozenset({aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.eq.Scalar})
 #: how often a line of code may ask about comparisons of floats: a loop that waits for them would not end
 MOST_ASKED = 256
-#: ops that take masks in place of indices
-_BY_MASK = frozenset(
-    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-)
 
 
 def is_question(error: BaseException) -> bool:
@@ -120,7 +114,7 @@ class GuessedValues(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         values = [self.value(tensor) for tensor in given]
-        if func in _ASKING and all(value is not None for value in values):
+        if func in ASKING and all(value is not None for value in values):
             answer = self._computed(func, args, kwargs)
             self.note(values[0])  # type: ignore[arg-type]
             return answer
@@ -220,7 +214,7 @@ class GuessedValues(TorchDispatchMode):
 
     def _by_indices(self, func: Any, args: Any) -> Any:
         """The arguments of a call with indices in place of masks that are known."""
-        if func not in _BY_MASK:
+        if func not in TAKING_MASKS:
             return args
         x, indices, *others = args
         return (x, [own for index in indices for own in self._as_indices(index)], *others)
