@@ -100,6 +100,7 @@ class Waits(Picks):
     """A loop that the values of activations end, which on a guess would go on for ever."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, object]:
+        x.new_zeros(1, 10**6).sub(self.layer.bias[0]).argmax(-1)  # indices of many places do not let it go on longer
         while (x > 0.5).any():
             x = self.layer(x)
         return x, None

@@ -40,7 +40,7 @@ from tpplan.torch_internals.parallel import FSDPMemTracker, MemTracker, Tracker
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs, called_on
 from tpplan.trace.trace import Loss
-from tpplan.trace.whole.guessed_values import GuessedValues, is_question
+from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_asked
 from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of
@@ -116,7 +116,9 @@ def fake_step(
     except Exception as error:
         if not is_question(error):
             raise
-        return run(GuessedValues().on())
+        with torch.device("meta"):
+            most = most_asked(build_model().parameters())
+        return run(GuessedValues(most).on())
 
 
 def _fake_step(

@@ -1,5 +1,5 @@
-"""What tensors were computed from, as far as it tells how integers are spread: which values they are compared with, and
-of how many places they are indices."""
+"""The calls that tensors were computed by, as far as they tell how integers are spread: which values the integers are
+compared with, and of how many places they are indices."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

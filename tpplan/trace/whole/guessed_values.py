@@ -10,7 +10,7 @@ module is priced. What it returns must not depend on the guess.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,8 +51,14 @@ _COMPARING = frozenset(
     for overload in ("Tensor", "Scalar")
 )
 _SELDOM = frozenset({aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.eq.Scalar})
-#: how often a line of code may ask about comparisons of floats: a loop that waits for them would not end
-MOST_ASKED = 256
+#: how often a line of code may ask yes or no, whatever weights it has: a loop that waits for an answer would not end
+LEAST_ASKED = 256
+
+
+def most_asked(weights: Iterable[Tensor]) -> int:
+    """How often a line of a module's code may ask yes or no: in forward and when it is recomputed, about each weight,
+    and each expert of stacked ones."""
+    return max(LEAST_ASKED, 4 * sum(weight.shape[0] if weight.dim() > 2 else 1 for weight in weights))
 
 
 def is_question(error: BaseException) -> bool:
@@ -63,12 +69,14 @@ def is_question(error: BaseException) -> bool:
 class GuessedValues(TorchDispatchMode):
     """A mode, above a FakeTensorMode, in which fake integers and masks have values.
 
+    most_asked: how often a line may ask yes or no about guesses, after which UnobservableError is raised.
     is_even: indices along a dim meet each of its places as often; else all of them the first ones. are_true: the result
     of comparisons of floats. `asking` are the lines of code that asked for what was guessed, in order, and how often.
     """
 
-    def __init__(self, *, is_even: bool = True, are_true: bool = True) -> None:
+    def __init__(self, most_asked: int, *, is_even: bool = True, are_true: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.most_asked = most_asked
         self.is_even, self.are_true = is_even, are_true
         self.asking: Counter[str] = Counter()
         #: values by tensor
@@ -76,8 +84,6 @@ class GuessedValues(TorchDispatchMode):
         #: storages of values that hold guesses, and of those that were written to with what is not known
         self._guessed: Any = WeakIdKeyDictionary()
         self._unknown: Any = WeakIdKeyDictionary()
-        #: the most places that indices are of
-        self._num_places = 1
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The values of a tensor; None where they are not known."""
@@ -94,7 +100,6 @@ class GuessedValues(TorchDispatchMode):
 
     def give(self, tensor: Tensor, places: int) -> None:
         """Gives a fake of integers [..., K] values: indices of so many places, in a row no two that are equal."""
-        self._num_places = max(self._num_places, places)
         with unset_fake_temporarily():
             numbers = torch.arange(tensor.numel(), device="cpu")
             each = tensor.shape[-1] if tensor.dim() > 1 else 1
@@ -107,7 +112,7 @@ class GuessedValues(TorchDispatchMode):
             return
         line = asking_line()
         self.asking[line] += 1
-        if value.dtype == torch.bool and value.dim() == 0 and self.asking[line] > MOST_ASKED * self._num_places:
+        if value.dtype == torch.bool and value.dim() == 0 and self.asking[line] > self.most_asked:
             raise UnobservableError(f"it asks {self.asking[line]} times at {line}: a loop that values end")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,7 +198,6 @@ class GuessedValues(TorchDispatchMode):
     def _indices(self, x: Tensor, dim: int | None, result: Tensor) -> Tensor:
         """Indices along a dim of x, or of all of it: in a row of several no two are equal."""
         size = max(1, x.numel() if dim is None else x.shape[dim])
-        self._num_places = max(self._num_places, size)
         has_rows = dim is not None and result.dim() == x.dim() > 0
         each = max(1, result.shape[dim]) if has_rows and dim is not None else 1
         places = torch.arange(result.numel(), device="cpu")

@@ -30,7 +30,7 @@ from tpplan.trace.answers.concrete_values import raising_line
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
-from tpplan.trace.whole.guessed_values import GuessedValues, is_question
+from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_asked
 from tpplan.trace.whole.op_log import ForeignError, OpLog, num_bytes, on_meta
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
@@ -62,7 +62,7 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
 
 
 def given_by(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """What a module gives for arguments, tensors on the meta device; None where it cannot be one operator."""
+    """The outputs of a module for arguments with tensors on the meta device; None where it cannot be one operator."""
     call = OpaqueCall(
         module="",
         kind="",
@@ -82,14 +82,17 @@ def given_by(module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) ->
 def _observed_guessing(module: nn.Module, call: OpaqueCall, is_untouched: bool) -> OpaqueTrace:
     """A call observed with guessed values, those that rows meet evenly. Raises UnobservableError where what the module
     returns depends on the guess."""
-    guesses = GuessedValues()
+    most = most_asked(call.weights.values())
+    guesses = GuessedValues(most)
     even = _observed(module, call, guesses, is_untouched)
-    for others in (GuessedValues(is_even=False), GuessedValues(are_true=False)):
+    for others in (GuessedValues(most, is_even=False), GuessedValues(most, are_true=False)):
         try:
             other = _observed(module, call, others, is_untouched)
         except UnobservableError:
             raise
         except Exception as error:  # the module's own code may refuse what it asks about
+            if is_question(error):
+                raise
             logger.info("module %s refuses a guess: %s", call.module or "the root", first_line(error))
             continue
         if even.spec != other.spec or list(map(described, even.outputs)) != list(map(described, other.outputs)):
