@@ -222,3 +222,14 @@ assert torch is None or not torch.cuda.is_initialized()
 """
     ran = run_python(code)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_planning_and_applying_do_not_load_the_compiler() -> None:
+    # It takes a second, on each rank and for each plan.
+    code = """
+import sys
+import tpplan.apply.apply, tpplan.commands.solve, tpplan.search.planner, tpplan.train
+assert "torch._dynamo" not in sys.modules
+"""
+    ran = run_python(code)
+    assert ran.returncode == 0, ran.stderr

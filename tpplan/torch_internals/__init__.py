@@ -12,14 +12,14 @@ Importing this room raises TorchVersionError for a torch older than OLDEST, and 
 |------------------|----------------------------------------------------------------------------------|
 | versions         | tested releases; older ones are refused, newer ones warned of                    |
 | tensors          | storages, counts of writes, hooks on gradients, parts of a DTensor, modes off    |
-| modules          | a module's own tables, parameters swapped during a call                          |
+| modules          | a module's own tables, parameters swapped during a call, FSDP2's groups of them  |
 | autograd         | the running backward, its end, torch.autograd.Function                           |
 | checkpoints      | both kinds of torch.utils.checkpoint, by the functions that they call            |
 | recording        | torch.fx's tracer of dispatched ops, modes                                       |
 | operators        | schemas, meta kernels, ops known by name, what functions hide, a busy GPU         |
 | fakes            | fake tensors, sizes that data decides, torch.cond and flex_attention uncompiled  |
 | groups           | fake process groups, meshes without a process group                              |
-| parallel         | FSDP2's parameter groups, torch's memory tracker for them, pipeline schedules    |
+| parallel         | torch's memory tracker for FSDP2, pipeline schedules                             |
 | checkpoint_files | classes and functions that the metadata of distributed checkpoints names         |
 | pytree           | torch's trees of containers                                                      |
 | probes           | runs all probes                                                                  |

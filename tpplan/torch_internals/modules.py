@@ -1,4 +1,5 @@
-"""Modules: their own tables of parameters, buffers and hooks, and a context that replaces parameters for a while.
+"""Modules: their own tables of parameters, buffers and hooks, a context that replaces parameters for a while, and the
+group of parameters that FSDP2 gathers for one.
 
 nn.Module's public functions give copies (named_parameters) or run checks of their own (register_parameter);
 torch.func.functional_call makes the call itself, where tpplan needs a context around one.
@@ -10,10 +11,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 
+from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.probes import Probe
+
+__all__ = [
+    "PROBES",
+    "FSDPParamGroup",
+    "follows_statistics",
+    "gathered",
+    "group_of",
+    "has_backward_hooks",
+    "has_forward_hooks",
+    "is_compiled",
+    "is_persistent",
+    "own_buffers",
+    "own_children",
+    "own_parameters",
+    "share_parameters",
+    "tensors_in_place",
+    "unit_name",
+]
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -72,6 +95,25 @@ def tensors_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> contex
         module, dict(tensors), tie_weights=True, stack_weights=True
     )
     return found
+
+
+# ---- FSDP2
+
+
+def group_of(module: FSDPModule) -> FSDPParamGroup | None:
+    """The parameter group that FSDP2 gathers for the module; None where the module has none of its own."""
+    found: FSDPParamGroup | None = module._get_fsdp_state()._fsdp_param_group
+    return found
+
+
+def gathered(parameter: Any) -> nn.Parameter | None:
+    """One of a group's parameters as FSDP2 gathers it; None where it has gathered none yet."""
+    return parameter.unsharded_param if hasattr(parameter, "_unsharded_param") else None
+
+
+def unit_name(group: FSDPParamGroup) -> str:
+    """Name of the module that the group is gathered for; "" for the root."""
+    return group._module_fqn or ""
 
 
 # ---- probes
@@ -135,6 +177,22 @@ def _class_changed() -> bool:
     return torch.equal(module(x), expected) and [name for name, _ in module.named_parameters()] == names
 
 
+def _groups() -> bool:
+    if torch.distributed.is_initialized():  # a rank of a real job, which cannot have a fake group
+        return callable(FSDPModule._get_fsdp_state)
+    with fake_group(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+        unit: Any = model[0]
+        group = group_of(unit)
+        return (
+            isinstance(group, FSDPParamGroup)
+            and len(group.fsdp_params) == 2
+            and all(hasattr(parameter, "sharded_param") for parameter in group.fsdp_params)
+            and isinstance(unit_name(group), str)
+        )
+
+
 PROBES = (
     Probe(
         name="tables of modules",
@@ -159,5 +217,11 @@ PROBES = (
         uses="assignment to module.__class__, properties in place of parameters",
         needed_for="plain local tensors inside a forward",
         works=_class_changed,
+    ),
+    Probe(
+        name="FSDP2's groups of parameters",
+        uses="FSDPModule._get_fsdp_state, FSDPState._fsdp_param_group, FSDPParamGroup._module_fqn",
+        needed_for="`tpplan verify`, which says whose collective is which",
+        works=_groups,
     ),
 )

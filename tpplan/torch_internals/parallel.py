@@ -1,5 +1,5 @@
-"""FSDP2's parameter groups, torch's memory tracker for them, and torch's pipelines: the order of a schedule's actions,
-and stages that hold no more than the schedule needs.
+"""torch's memory tracker for FSDP2, and torch's pipelines: the order of a schedule's actions, and stages that hold no
+more than the schedule needs. Importing this module takes 0.7 s, as both import torch's compiler.
 
 torch's PipelineStage makes a buffer for each micro-batch's received tensors before the first step and keeps all of
 them, and its looped schedules keep each sent tensor until the step ends. A `FrugalStage` makes a buffer when it is
@@ -11,47 +11,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
 
-from tpplan.torch_internals.groups import fake_group
+from tpplan.torch_internals.modules import group_of
 from tpplan.torch_internals.probes import Probe
 
 __all__ = [
     "PROBES",
     "FSDPMemTracker",
-    "FSDPParamGroup",
     "FrugalStage",
     "LoopedStage",
     "MemTracker",
     "Tracker",
-    "gathered",
-    "group_of",
     "orders_of",
-    "unit_name",
 ]
-
-
-def group_of(module: FSDPModule) -> FSDPParamGroup | None:
-    """The parameter group that FSDP2 gathers for the module; None where the module has none of its own."""
-    found: FSDPParamGroup | None = module._get_fsdp_state()._fsdp_param_group
-    return found
-
-
-def gathered(parameter: Any) -> nn.Parameter | None:
-    """One of a group's parameters as FSDP2 gathers it; None where it has gathered none yet."""
-    return parameter.unsharded_param if hasattr(parameter, "_unsharded_param") else None
-
-
-def unit_name(group: FSDPParamGroup) -> str:
-    """Name of the module that the group is gathered for; "" for the root."""
-    return group._module_fqn or ""
 
 
 class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
@@ -171,25 +147,9 @@ def _with_buffers(infos: Any) -> Iterator[Any]:
 # ---- probes
 
 
-def _groups() -> bool:
-    if torch.distributed.is_initialized():  # a rank of a real job, which cannot have a fake group
-        return issubclass(Tracker, MemTracker)
-    with fake_group(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-        unit: Any = model[0]
-        group = group_of(unit)
-        return (
-            isinstance(group, FSDPParamGroup)
-            and len(group.fsdp_params) == 2
-            and all(hasattr(parameter, "sharded_param") for parameter in group.fsdp_params)
-            and isinstance(unit_name(group), str)
-        )
-
-
 def _tracker() -> bool:
     names = ("_fsdp_param_group_post_backward", "_update_and_maybe_create_winfos", "track_inputs", "reset_mod_stats")
-    return all(callable(getattr(FSDPMemTracker, name, None)) for name in names)
+    return issubclass(Tracker, MemTracker) and all(callable(getattr(FSDPMemTracker, name, None)) for name in names)
 
 
 def _stages() -> bool:
@@ -199,12 +159,6 @@ def _stages() -> bool:
 
 
 PROBES = (
-    Probe(
-        name="FSDP2's groups of parameters",
-        uses="FSDPModule._get_fsdp_state, FSDPState._fsdp_param_group, FSDPParamGroup._module_fqn",
-        needed_for="`tpplan verify`, which says whose collective is which",
-        works=_groups,
-    ),
     Probe(
         name="FSDP2's memory tracker",
         uses="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker and its parts",

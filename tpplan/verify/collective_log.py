@@ -33,7 +33,7 @@ from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_in
 from tpplan.plan.plan import Pass, Plan
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.parallel import FSDPParamGroup, unit_name
+from tpplan.torch_internals.modules import FSDPParamGroup, unit_name
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.noted_calls import naming_modules

@@ -19,7 +19,7 @@ from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce_in_place
 from tpplan.apply.collectives.tp_gradients import Reducer, Slot
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
-from tpplan.torch_internals.parallel import FSDPParamGroup, gathered, group_of
+from tpplan.torch_internals.modules import FSDPParamGroup, gathered, group_of
 
 
 @final
