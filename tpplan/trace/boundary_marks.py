@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import SAME_TENSOR, Direction
+from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import is_flat, named_arguments, positional_names, tensors_of_call
 from tpplan.trace.hooks import custom_ops
@@ -109,10 +110,12 @@ class BoundaryMarks:
 @contextlib.contextmanager
 def boundaries_marked(model: nn.Module, opaques: Opaques, marks: BoundaryMarks) -> Iterator[None]:
     """Puts hooks on every module that mark each tensor crossing its boundary, or tell a module that marks it inside
-    that it is called; removes them at the end."""
+    that it is called; removes them at the end. Stubs have none, but that which gives what a stage receives."""
     handles = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Module.forward or opaques.hides(name):  # a container: nothing crosses it
+            continue
+        if isinstance(module, Stub) and not module.receives:
             continue
         if name in marks.inside:
             handles.append(module.register_forward_pre_hook(lambda _m, _args, name=name: marks.called.add(name)))

@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from tpplan.core.graph import (
     Source,
     SourceKind,
     Value,
+    may_write,
     unread_values,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
@@ -103,6 +104,9 @@ class GraphReader:
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
         left = zip(self.program.left, outputs[num_returned:], strict=True)
         named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
+        stubs = {name for name, module in self.model.named_modules() if isinstance(module, Stub)}
+        if stubs:
+            self._drop_unread(stubs, named)
         graph = ModelGraph(
             values=self.values,
             sources=tuple(self.sources),
@@ -116,8 +120,20 @@ class GraphReader:
             return graph
         unread = unread_values(graph)
         values = self.values | {name: replace(self.values[name], is_read=False) for name in unread}
-        stubs = [name for name, module in self.model.named_modules() if isinstance(module, Stub)]
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
+
+    def _drop_unread(self, stubs: Set[str], outputs: Sequence[tuple[str, str]]) -> None:
+        """Drops what stubs make that nothing reads: most give it to other stubs alone."""
+        read, kept = {name for _, name in outputs}, list[Op | Boundary]()
+        for node in reversed(self.nodes):
+            if node.module in stubs and read.isdisjoint(node.results) and isinstance(node, Op) and not may_write(node):
+                for name in node.results:
+                    self.values.pop(name)
+                self.lines.pop(node.name, None)
+            else:
+                kept.append(node)
+                read.update(node.operands)
+        self.nodes = kept[::-1]
 
     def _placeholders(self) -> dict[str, Argument]:
         """The value of each placeholder, by the node's name. Adds the sources."""
