@@ -208,7 +208,8 @@ class ModelGraph:
     """A traced model: sources, nodes in execution order, outputs and repeated blocks.
 
     `outputs` are (path, value name). `loss` is the scalar that backward starts from, if any. `questions` are the reads
-    of input values in Python code: (line of code, answer given, whether the answer was a bool).
+    of input values in Python code: (line of code, answer given, whether the answer was a bool). `read_by_stubs` are the
+    values that modules of other stages are given, of which no node is left (tpplan.stages.stub).
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -218,6 +219,7 @@ class ModelGraph:
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
     questions: tuple[tuple[str, str, bool], ...] = ()
+    read_by_stubs: frozenset[str] = frozenset()
     #: op name -> the line of the model's code that called it, as `file:line: text`; absent where none is known
     lines: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     #: digests of the calls in each module's forward (tpplan.trace.noted_calls)

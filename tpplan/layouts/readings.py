@@ -62,8 +62,8 @@ def sliced_buffers(graph: ModelGraph) -> frozenset[str]:
     """Names of the buffers whose readings are decisions.
 
     A write to a slice would be lost, so no op writes to such a buffer or to a view of it, and forward puts no other
-    tensor in its place. One module holds it, under one name. Its first use together with a value that carries a
-    gradient lies in the module that reads it: behind a module's boundary the boundary can convert.
+    tensor in its place. One module holds it, under one name, and no stub is given it. Its first use together with a
+    value that carries a gradient lies in the module that reads it: behind a module's boundary the boundary can convert.
     """
     return graph.once_for_all_sizes(sliced_buffers, lambda: _sliced_buffers(graph))
 
@@ -81,6 +81,7 @@ def _sliced_buffers(graph: ModelGraph) -> frozenset[str]:
         and not source.aliases
         and graph.values[source.result].shape
         and graph.values[source.result].storage not in changed
+        and source.result not in graph.read_by_stubs
         and not any(path == source.label or path.startswith(f"{source.label}.") for path in replaced)
     )
 

@@ -83,6 +83,7 @@ class FewerLayers:
             loss=images.get(graph.loss, graph.loss) if graph.loss is not None else None,
             blocks=tuple(self._block(block) for block in graph.blocks),
             questions=graph.questions,
+            read_by_stubs=frozenset(images.get(name, name) for name in graph.read_by_stubs),
             lines=graph.lines,
         )
 

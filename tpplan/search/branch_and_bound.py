@@ -108,8 +108,9 @@ def _answered(
         best = explore(solvers, points, known)
         solver = solvers.of(best.point)
         best = known.solved[best.point] = _settled(solver, best)
-        traced = solver.traces.really_traced(best.point.micro_batch)
-        if not solver.has_grown_right(best):
+        is_checked, size = solver.request.is_checked, best.point.micro_batch
+        traced = solver.traces.really_traced(size) if is_checked else solver.traces.traced(size)
+        if is_checked and not solver.has_grown_right(best):
             solver.distrust_grown()
             known = Progress(cutoff_s=known.cutoff_s)
             continue

@@ -18,17 +18,19 @@ from tpplan.torch_internals.recording import untraced
 
 #: attributes of a stub that its copies share: the module that it stands for, how it is run, and what its calls give
 _SHARED = ("_absent", "_run", "_known")
+#: key of the __dict__ of a tensor without memory
+_STAND_IN = "_tpplan_stand_in"
 #: what a module on the meta device gives for leaves of its arguments and their structure
 Run = Callable[[nn.Module, Sequence[Any], pytree.TreeSpec], Any]
 
 
 @final
 class Stub(nn.Module):
-    """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
-    share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device, in the dtype that they are computed with. It keeps the module's parameters that the stage reads too.
-    `units` are the model's layers whose inputs FSDP casts, `run` says what the module gives
-    (tpplan.trace.record_fx.given_on_meta)."""
+    """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: what was
+    received, or zeros that share one element of memory, those that it is given itself where they have the shape. Plain
+    attributes are read from the module; its tensors are on the meta device, in the dtype that they are computed with.
+    It keeps the module's parameters that the stage reads too. `units` are the model's layers whose inputs FSDP casts,
+    `run` says what the module gives (tpplan.trace.record_fx.given_on_meta)."""
 
     def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str], run: Run) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class Stub(nn.Module):
         self.received: tuple[Tensor, ...] | None = None
         self.casts = precision is Precision.BF16_MIXED and name in units
         # In a tuple it is not registered: the module has no part in the stage's parameters, hooks or state.
-        self._absent = (_computing_in(precision, name, module.to("meta"), units),)
+        self._absent = (_computing_in(precision, name, _on_the_meta_device(module), units),)
         self._run = (run,)
         #: by the arguments of a call: the leaves of the results, (shape, dtype) for a tensor, and their structure
         self._known: dict[object, tuple[list[Any], pytree.TreeSpec]] = {}
@@ -100,9 +102,12 @@ class Stub(nn.Module):
         if self.receives:
             given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
             return pytree.tree_unflatten([next(given) if isinstance(x, tuple) else x for x in found], made)
+        others = {(leaf.shape, leaf.dtype): leaf for leaf in leaves if isinstance(leaf, Tensor) and is_stand_in(leaf)}
         with torch.no_grad():
-            results = [without_memory(like, *leaf) if isinstance(leaf, tuple) else leaf for leaf in found]
-        return pytree.tree_unflatten(results, made)
+            for leaf in found:
+                if isinstance(leaf, tuple) and leaf not in others:
+                    others[leaf] = without_memory(like, *leaf)
+        return pytree.tree_unflatten([others[x] if isinstance(x, tuple) else x for x in found], made)
 
     def _taken(self, count: int) -> tuple[Tensor, ...]:
         if self.received is None or len(self.received) != count:
@@ -132,6 +137,11 @@ class Stub(nn.Module):
                 f"module {self.name}, which is in another stage, gives there what its code does not tell from shapes "
                 f"alone: {first_line(error.__cause__ or error)}; plan without stages (--pp 1)"
             ) from error
+
+
+def _on_the_meta_device(module: nn.Module) -> nn.Module:
+    is_there = all(own.is_meta for own in (*module.parameters(), *module.buffers()))
+    return module if is_there else module.to("meta")
 
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
@@ -168,4 +178,11 @@ def _on_meta(leaf: Any) -> Any:
 
 def without_memory(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     """Zeros of a shape that share one element, on the device of another tensor."""
-    return like.new_zeros((), dtype=dtype).expand(shape)
+    found = like.new_zeros((), dtype=dtype).expand(shape)
+    found.__dict__[_STAND_IN] = True
+    return found
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """True for what `without_memory` gave."""
+    return _STAND_IN in tensor.__dict__

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import SAME_TENSOR, Direction
-from tpplan.stages.stub import Stub
+from tpplan.stages.stub import Stub, is_stand_in
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import is_flat, named_arguments, positional_names, tensors_of_call
 from tpplan.trace.hooks import custom_ops
@@ -40,6 +40,8 @@ class BoundaryMarks:
     inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: names of the modules in `inside` that were called, and whose forwards have not begun
     called: set[str] = field(default_factory=set)
+    #: by id the tensors that stubs were given
+    noted: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def is_called(self, name: str) -> bool:
         """True where a forward that begins does so by a call of its module, whose boundary is marked, and not by a call
@@ -91,6 +93,15 @@ class BoundaryMarks:
             return self._mark(name, Direction.OUTPUT, "output", output)
         return tensors_of_call({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
 
+    def note_given(self, _module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
+        """A forward pre-hook of a stub: marks the tensors that it is given, but those that stubs made, and those that
+        another stub was given too. The stub gets them as they are."""
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and not is_stand_in(leaf) and id(leaf) not in self.noted:
+                self.noted[id(leaf)] = leaf
+                local = _local_tensor(leaf) if isinstance(leaf, DTensor) else self._read(leaf, Direction.INPUT)
+                custom_ops.boundary(local, name, str(Direction.INPUT), "given")
+
     def _mark(self, name: str, direction: Direction, path: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded
             return _as_dtensor(custom_ops.boundary(_local_tensor(tensor), name, str(direction), path), tensor)
@@ -110,12 +121,15 @@ class BoundaryMarks:
 @contextlib.contextmanager
 def boundaries_marked(model: nn.Module, opaques: Opaques, marks: BoundaryMarks) -> Iterator[None]:
     """Puts hooks on every module that mark each tensor crossing its boundary, or tell a module that marks it inside
-    that it is called; removes them at the end. Stubs have none, but that which gives what a stage receives."""
+    that it is called; removes them at the end. Of stubs only that which gives what a stage receives has them; what
+    others are given is marked once."""
     handles = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Module.forward or opaques.hides(name):  # a container: nothing crosses it
             continue
         if isinstance(module, Stub) and not module.receives:
+            note = functools.partial(marks.note_given, name=name)
+            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
             continue
         if name in marks.inside:
             handles.append(module.register_forward_pre_hook(lambda _m, _args, name=name: marks.called.add(name)))

@@ -105,8 +105,7 @@ class GraphReader:
         left = zip(self.program.left, outputs[num_returned:], strict=True)
         named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
         stubs = {name for name, module in self.model.named_modules() if isinstance(module, Stub)}
-        if stubs:
-            self._drop_unread(stubs, named)
+        read_by_stubs = self._without_unread(stubs, named) if stubs else frozenset[str]()
         graph = ModelGraph(
             values=self.values,
             sources=tuple(self.sources),
@@ -114,6 +113,7 @@ class GraphReader:
             outputs=named,
             loss=scalars[0] if scalars else None,
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
+            read_by_stubs=read_by_stubs,
             lines=self.lines,
         )
         if is_compared:
@@ -122,11 +122,12 @@ class GraphReader:
         values = self.values | {name: replace(self.values[name], is_read=False) for name in unread}
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
 
-    def _drop_unread(self, stubs: Set[str], outputs: Sequence[tuple[str, str]]) -> None:
-        """Drops what stubs make that nothing reads: most give it to other stubs alone."""
-        read, kept = {name for _, name in outputs}, list[Op | Boundary]()
+    def _without_unread(self, stubs: Set[str], outputs: Sequence[tuple[str, str]]) -> frozenset[str]:
+        """Drops what stubs make that nothing reads, as most give it to other stubs alone. Returns what they read."""
+        read, kept, dropped = {name for _, name in outputs}, list[Op | Boundary](), set[str]()
         for node in reversed(self.nodes):
             if node.module in stubs and read.isdisjoint(node.results) and isinstance(node, Op) and not may_write(node):
+                dropped.update(node.operands)
                 for name in node.results:
                     self.values.pop(name)
                 self.lines.pop(node.name, None)
@@ -134,6 +135,7 @@ class GraphReader:
                 kept.append(node)
                 read.update(node.operands)
         self.nodes = kept[::-1]
+        return frozenset(dropped & self.values.keys())
 
     def _placeholders(self) -> dict[str, Argument]:
         """The value of each placeholder, by the node's name. Adds the sources."""

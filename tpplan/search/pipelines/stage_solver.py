@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, TpplanError, UsageError
-from tpplan.core.graph import ModelGraph, within
+from tpplan.core.graph import ModelGraph, enclosing, within
 from tpplan.experts.expert_share import Division
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.build_space import NoLayoutError
@@ -90,8 +90,8 @@ class StageSolver:
         return Request.of(self.build_model, self.example_inputs, self.cluster, self.batch, self.options, None)
 
     def whole(self, micro_batch: int, ep: int = 1) -> Traced:
-        """The trace of the whole model, whose experts `ep` ranks divide."""
-        return self.points(ep).traces.really_traced(micro_batch)
+        """The whole model, whose experts `ep` ranks divide, as it was traced or as its graph was grown."""
+        return self.points(ep).traces.traced(micro_batch)
 
     def points(self, ep: int) -> PointSolver:
         """The points of the whole model, whose experts `ep` ranks divide."""
@@ -230,10 +230,10 @@ class StageSolver:
         it does, with the experts of all ranks, and those that stay whole."""
         optimizer, sharded, whole = optimizer_named(self.request.optimizer), 0.0, 0.0
         graph = self.whole(degrees.micro_batch, degrees.ep).graph
+        absent, tied = frozenset(stage.absent), {one.name for one in stage.ties}
         for source in graph.parameters:
-            is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
-            is_tied = any(one.name == source.label for one in stage.ties)
-            if (is_absent and not is_tied) or source.label in stage.blank:
+            is_absent = not absent.isdisjoint(enclosing(source.label))
+            if (is_absent and source.label not in tied) or source.label in stage.blank:
                 continue
             value = graph.values[source.result]
             width = master_bytes(self.request.precision, value.dtype)
@@ -268,9 +268,9 @@ class StageSolver:
     def tried(
         self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, cutoff_s: float = math.inf
     ) -> Plan | None:
-        """The unproven plan of a stage, without the reasons of what stays whole, and without layers that FSDP shards
-        over shard x tp unless none fits else; None where none fits. Raises NotFasterError where it takes longer than
-        `cutoff_s`."""
+        """The unproven plan of a stage, of a graph that may be grown, without the reasons of what stays whole, and
+        without layers that FSDP shards over shard x tp unless none fits else; None where none fits. Raises
+        NotFasterError where it takes longer than `cutoff_s`."""
         key = degrees, shape.parts, stage, beside
         if key not in self._tried:
             if cutoff_s <= self._slower.get(key, -math.inf):
@@ -347,13 +347,14 @@ class StageSolver:
         return self._openly(request, options, prove=prove)
 
     def _briefly(self, request: Request, options: Options, *, cutoff_s: float) -> Plan:
-        return self._plainly(replace(request, is_explained=False, cutoff_s=cutoff_s), options, prove=False)
+        brief = replace(request, is_explained=False, is_checked=False, cutoff_s=cutoff_s)
+        return self._plainly(brief, options, prove=False)
 
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
         """Raises ModelError where a stage does not run its part of the whole model on the same values, and UsageError
         where stages of a rank write the same buffer."""
         written: dict[tuple[int, str], int] = {}
-        whole = self.whole(micro_batch).graph
+        whole = self.points(1).traces.really_traced(micro_batch).graph
         ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
         for stage in stages:
             subject = replace(

@@ -48,6 +48,7 @@ class Request:
     sharded_beside_bytes: float = 0.0
     like_stages: int = 1
     is_explained: bool = True
+    is_checked: bool = True
     cutoff_s: float = math.inf
 
     @property
