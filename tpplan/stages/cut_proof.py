@@ -1,6 +1,6 @@
 """Whether the stages of a model together run the model: each its own part of the graph, on the same values."""
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
 from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan
@@ -42,8 +42,8 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
             return f"{node.name} of {node.module or 'the root'} does not run on the same values in stage {plan.index}"
     # What earlier stages wrote to the tensors that they send has arrived with them.
     sent = given_by(whole, plan.received) if plan.received is not None else ()
-    problem = _written_to(whole, _matching(whole, matched), range(own.stop), sent)
-    if problem := problem or _written_to(stage, others, range(len(stage.nodes))):
+    problem = _written_to(whole, lambda: _matching(whole, matched), range(own.stop), sent)
+    if problem := problem or _written_to(stage, lambda: others, range(len(stage.nodes))):
         return f"{problem} in stage {plan.index}"
     if plan.last is None:
         ends = [value for _, value in whole.outputs], [value for _, value in stage.outputs]
@@ -52,10 +52,17 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
 
 
+def _writing(graph: ModelGraph) -> list[tuple[int, Op]]:
+    """The ops that may write to an operand, with their positions."""
+    return graph.once(
+        _writing, lambda: [(i, node) for i, node in enumerate(graph.nodes) if isinstance(node, Op) and may_write(node)]
+    )
+
+
 def _constants(graph: ModelGraph) -> dict[str, Hashable]:
     """Maps the name of each constant to a key that is equal for equal constants: digest of its values, dtype, shape.
     Constants of unknown values, and those that ops may write to, have none."""
-    writing = (node for node in graph.ops if may_write(node) and node.target != "aten.detach_.default")
+    writing = (node for _, node in _writing(graph) if node.target != "aten.detach_.default")
     written = {graph.values[name].storage for node in writing for name in node.operands}
     found: dict[str, Hashable] = {}
     for source in graph.sources:
@@ -85,13 +92,19 @@ def _matching(graph: ModelGraph, matched: Mapping[str, Hashable]) -> set[str]:
     return {node.name for node in graph.nodes if node.results and all(name in matched for name in node.results)}
 
 
-def _written_to(graph: ModelGraph, kept: Collection[str], positions: range, apart: Collection[str] = ()) -> str:
-    """The first write of a node at some positions that is not `kept` to memory that a kept node reads, without the
-    memory of the values `apart`; "" where there is none."""
+def _written_to(
+    graph: ModelGraph, find_kept: Callable[[], Collection[str]], positions: range, apart: Collection[str] = ()
+) -> str:
+    """The first write of a node at some positions that is not kept to memory that a kept node reads, without the memory
+    of the values `apart`; "" where there is none. `find_kept` gives the names of the kept nodes."""
+    writing = [(position, node) for position, node in _writing(graph) if position in positions]
+    if not writing:
+        return ""
+    kept = find_kept()
     read = {graph.values[name].storage for node in graph.nodes if node.name in kept for name in node.operands}
     read -= {graph.values[name].storage for name in apart}
-    for node in graph.nodes[: positions.stop]:
-        if not isinstance(node, Op) or not may_write(node) or node.name in kept:
+    for _, node in writing:
+        if node.name in kept:
             continue
         if not read.isdisjoint(graph.values[name].storage for name in node.operands):
             return f"{node.name} of {node.module or 'the root'} writes to what is read"

@@ -2,6 +2,7 @@
 and of like stubs one finds the shapes for all."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,24 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks")
 _UNCOMPARED = _HOOKS | {BINDING, SHARE}
 _LEAVES = frozenset({bool, float, str, type(None)})
 _TABLES = frozenset({dict, OrderedDict, set, list, tuple})
+
+
+#: whether the modules of two names are alike
+Alike = Callable[[str, str], bool]
+
+
+@dataclass(slots=True)
+class LikeModules:
+    """Which modules of a model are alike, by their names; each pair is compared once."""
+
+    model: nn.Module
+    _known: dict[tuple[str, str], bool] = field(default_factory=dict)
+
+    def __call__(self, first: str, second: str) -> bool:
+        if (known := self._known.get((first, second))) is None:
+            one, other = map(self.model.get_submodule, (first, second))
+            known = self._known[first, second] = are_alike(one, other)
+        return known
 
 
 def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:

@@ -22,6 +22,7 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
+from tpplan.stages.like_modules import Alike
 from tpplan.stages.stub import Run, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
@@ -68,10 +69,17 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     return (frozenset(blank) | absent) - dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
-def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: Iterable[str], run: Run) -> nn.Module:
+def as_stage(
+    model: nn.Module,
+    stage: StagePlan,
+    precision: Precision,
+    units: Iterable[str],
+    run: Run,
+    alike: Alike | None = None,
+) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
     The precision, and the layers (`units`) whose inputs FSDP casts in it, decide the dtypes of what stubs give; `run`
-    runs their modules.
+    runs their modules, of which one stands for those that are `alike`, where that is known.
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
@@ -86,7 +94,7 @@ def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: It
         stub = Stub(name, module, precision, units, run)
         for path, kept_weight in weights.items():
             stub.keep(path, kept_weight)
-        stub.share_known(stubs)
+        stub.share_known(stubs, alike)
         stubs.append(stub)
         own_children(parent)[child] = stub
     for name in stage.blank:

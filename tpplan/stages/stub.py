@@ -11,10 +11,11 @@ from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED
-from tpplan.stages.like_modules import are_alike
+from tpplan.stages.like_modules import Alike, are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.torch_internals.recording import untraced
+from tpplan.torch_internals.tensors import plain_calls
 
 #: attributes of a stub that its copies share: the module that it stands for, how it is run, and what its calls give
 _SHARED = ("_absent", "_run", "_known")
@@ -64,10 +65,13 @@ class Stub(nn.Module):
         assert isinstance(inside, Stub)
         inside.keep(rest, weight)
 
-    def share_known(self, others: Sequence["Stub"]) -> None:
-        """Takes what a call of the module gives from the first of `others` that stands for a like module."""
+    def share_known(self, others: Sequence["Stub"], alike: Alike | None = None) -> None:
+        """Takes what a call of the module gives from the first of `others` that stands for a like module; `alike` says
+        so of two names of modules, where it is known."""
         for other in others:
-            if other.casts == self.casts and are_alike(other._absent[0], self._absent[0]):
+            if other.casts == self.casts and (
+                alike(other.name, self.name) if alike is not None else are_alike(other._absent[0], self._absent[0])
+            ):
                 self._known = other._known
                 return
 
@@ -120,7 +124,8 @@ class Stub(nn.Module):
 
     def _shapes(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
         """The leaves of what the module gives, (shape, dtype) for a tensor, and their structure."""
-        key = tuple(_described(leaf) for leaf in leaves), spec
+        with plain_calls():  # else each attribute of a tensor goes through a trace's modes
+            key = tuple(_described(leaf) for leaf in leaves), spec
         if key not in self._known:
             with untraced(), torch.no_grad():
                 given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]

@@ -24,6 +24,7 @@ from torch import nn
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import joined_name
 from tpplan.stages.like_modules import are_alike, signature
+from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.boundary_marks import BoundaryMarks
@@ -204,8 +205,8 @@ def _are_identical(first: list[object], second: list[object]) -> bool:
 
 
 def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """Groups of two or more like siblings, as (name, layer), outermost ones only. Layers with tied parameters are in
-    no group."""
+    """Groups of two or more like siblings, as (name, layer), outermost ones only. Layers with tied parameters, and
+    stubs, are in no group."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     unique = {name for name, _ in model.named_parameters()}
     tied = {id(model.get_parameter(name)) for name in names if name not in unique}
@@ -216,7 +217,7 @@ def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
             continue
         kinds: list[list[tuple[str, nn.Module]]] = []
         for child_name, child in container.named_children():
-            if not child_name.isdecimal() or any(id(p) in tied for p in child.parameters()):
+            if not child_name.isdecimal() or isinstance(child, Stub) or any(id(p) in tied for p in child.parameters()):
                 continue
             name = joined_name(prefix, child_name)
             kind = next((kind for kind in kinds if are_alike(kind[0][1], child)), None)

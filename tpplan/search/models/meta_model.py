@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,25 +10,38 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tpplan.core.errors import ModelError, first_line
+from tpplan.plan.plan import Precision, StagePlan
+from tpplan.prove.apply_as_rank import copied
 from tpplan.search.models.model_spec import UserCodeError
+from tpplan.stages.like_modules import LikeModules
+from tpplan.stages.stage_model import as_stage
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.hooks.parameter_names import register_names
-from tpplan.trace.record_fx import on_meta_like
+from tpplan.trace.record_fx import given_on_meta, on_meta_like
+from tpplan.trace.trace import repeated_children
 
 #: how a builder fails that the meta device does not give what it needs
 _NEEDS_VALUES = (RuntimeError, NotImplementedError, UnknownValueError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model on the meta device, the dtypes that its parameters were built in by name, and notes on how it was built
-    where its builder alone could not."""
+    """A model on the meta device, the dtypes that its parameters were built in by name, notes on how it was built where
+    its builder alone could not, and which of its modules are alike."""
 
     model: nn.Module
     dtypes: Mapping[str, torch.dtype]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    alike: LikeModules
+
+    def stage(self, stage: StagePlan, precision: Precision) -> "Built":
+        """A stage of the model, made of a copy of it."""
+        model = copied(self.model)
+        as_stage(model, stage, precision, repeated_children(model), given_on_meta, self.alike)
+        register_names(model)
+        return replace(self, model=model, dtypes={name: self.dtypes[name] for name, _ in model.named_parameters()})
 
 
 def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Built:
@@ -65,7 +78,7 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    return Built(model, dtypes, notes)
+    return Built(model=model, dtypes=dtypes, notes=notes, alike=LikeModules(model))
 
 
 class _Building(ConcreteValues):

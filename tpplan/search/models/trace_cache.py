@@ -29,15 +29,13 @@ from tpplan.layouts.rules import OPAQUE
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.model_fingerprint import check_parameters
-from tpplan.plan.plan import Plan, Precision, StagePlan
+from tpplan.plan.plan import Plan
 from tpplan.prove.apply_as_rank import copied
 from tpplan.prove.structure import Original
 from tpplan.search.models.grown_graph import grown, share_outline
 from tpplan.search.models.meta_model import Built, built_on_meta
-from tpplan.search.models.subject import BuildModel, Subject
-from tpplan.stages.stage_model import as_stage
+from tpplan.search.models.subject import Subject
 from tpplan.trace.forward_arguments import Inputs
-from tpplan.trace.record_fx import given_on_meta
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.trace import assumptions, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
@@ -287,13 +285,15 @@ class TraceCache:
         return graph, opaques
 
     def _built(self) -> Built:
-        if self.subject.key not in self.reuse.models:
+        if (stage := self.subject.stage) is not None and self.subject.key not in self.reuse.models:
+            # All stages are made of one model, whatever loss stands for what they send.
+            whole = replace(self, subject=replace(self.subject, stage=None, loss=None))
+            self.reuse.models[self.subject.key] = whole._built().stage(stage, self.subject.precision)
+        elif self.subject.key not in self.reuse.models:
             is_half = self.subject.precision.makes_half
             build = self.subject.build_model
             if (experts := self.subject.experts) is not None:
                 build = partial(with_shares, build, experts)
-            if self.subject.stage is not None:
-                build = partial(_with_stage, build, self.subject.stage, self.subject.precision)
             self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 
@@ -377,8 +377,3 @@ class TraceCache:
                 second = other.reuse.likened.get(other.key(size))
                 if second is not None and (first := base._anchor(size)) is not None:
                     yield base.traced(micro_batch), first, second
-
-
-def _with_stage(build_model: BuildModel, stage: StagePlan, precision: Precision) -> nn.Module:
-    model = build_model()
-    return as_stage(model, stage, precision, repeated_children(model), given_on_meta)
