@@ -126,7 +126,8 @@ class GraphReader:
         """Drops what stubs make that nothing reads, as most give it to other stubs alone. Returns what they read."""
         read, kept, dropped = {name for _, name in outputs}, list[Op | Boundary](), set[str]()
         for node in reversed(self.nodes):
-            if node.module in stubs and read.isdisjoint(node.results) and isinstance(node, Op) and not may_write(node):
+            writes = isinstance(node, Op) and may_write(node)
+            if node.module in stubs and read.isdisjoint(node.results) and not writes:
                 dropped.update(node.operands)
                 for name in node.results:
                     self.values.pop(name)

@@ -133,6 +133,15 @@ class StagePlan:
         stage = self.with_slices(None)
         return replace(stage, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
 
+    @property
+    def outline(self) -> "StagePlan":
+        """The bare stage without shapes: equal for the same stage at every micro-batch."""
+        stage = self.bare
+        receives, sends = (
+            tuple(replace(one, shape=()) for one in tensors) for tensors in (stage.receives, stage.sends)
+        )
+        return replace(stage, receives=receives, sends=sends, micro_batch=1)
+
     def why_not_sliced(self, tp: int) -> str:
         """Why `tp` ranks cannot send slices as the stage says; "" where they can, or send all whole."""
         for one in self.sends:

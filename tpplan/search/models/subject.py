@@ -81,9 +81,10 @@ class Subject:
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for subjects with one model, on whatever device."""
+        """Equal for subjects with one model, on whatever device; for a stage at whatever micro-batch."""
         functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
-        return *functions, self.seq_len, self.precision, self.experts, self.stage
+        outline = self.stage.outline if self.stage is not None else None
+        return *functions, self.seq_len, self.precision, self.experts, outline
 
     def made_inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs as the caller's function makes them, with what a stage receives. Raises ModelError for a

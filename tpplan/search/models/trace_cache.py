@@ -115,6 +115,8 @@ class Reuse:
     likened: dict[Hashable, Traced] = field(default_factory=dict)
     #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)
+    #: whether graphs may be grown, or taken from relatives, at all
+    grows: bool = True
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
     #: least GPU seconds of a sequence (tpplan.search.points.best_rates)
     paces: dict[Hashable, float] = field(default_factory=dict)
@@ -321,9 +323,12 @@ class TraceCache:
             notes=built.notes,
         )
 
+    def _may_grow(self) -> bool:
+        return self.reuse.grows and self.subject.key not in self.reuse.ungrowing
+
     def _grown(self, micro_batch: int) -> Traced | None:
         """The model with the graph grown from traces at the two next smaller micro-batches; None where none can be."""
-        if self.subject.key in self.reuse.ungrowing:
+        if not self._may_grow():
             return None
         both = [*self.reuse.traces.values(), *self.reuse.likened.values()]
         smaller = {own.micro_batch for own in both if own.micro_batch < micro_batch}
@@ -337,7 +342,7 @@ class TraceCache:
     def _likened(self, micro_batch: int) -> Traced | None:
         """The model with the graph that graphs of its relatives imply, or traced, but with the dims whose size data
         decides as in theirs; None without relatives that are alike."""
-        if not self.relatives or self.subject.key in self.reuse.ungrowing:
+        if not self.relatives or not self._may_grow():
             return None
         base = self.relatives[0].traced(micro_batch)
         if base.opaques.by_key() or base.opaques.untouched:

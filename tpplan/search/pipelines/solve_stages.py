@@ -5,6 +5,7 @@ are tried with the cuts that balance what the ranks take at least (tpplan.search
 move from the slowest rank to the fastest while that makes a step shorter, and the stages of the best are proven.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.pipelines.step_seconds import predicted
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.solvers.problem import Status
+
+logger = logging.getLogger(__name__)
 
 #: times that layers are moved between stages
 MOST_MOVES = 4
@@ -268,7 +271,11 @@ class Search:
         sizes, _ = self._moved(degrees)
         every = AllStages.of(self.solver, self.shape, sizes, degrees)
         self._report("prove", 0, 1)
+        reuse, known = self.solver.reuse, len(self.solver.reuse.ungrowing)
         plans = every.own_plans(prove=prove)
+        if reuse.grows and len(reuse.ungrowing) > known:
+            logger.info("%s: stages were compared by graphs that the code does not have: once more", self.shape.option)
+            return replace(self, solver=self.solver.tracing_all()).found(prove=prove)
         if plans is None:
             raise InfeasibleError(
                 f"no plan of {self.shape.option}: stages taken for alike fit, but one of them, solved by itself, does "

@@ -82,6 +82,18 @@ class StageSolver:
     _divisions: dict[int, dict[int, Division]] = field(default_factory=dict)
     _sizes: dict[tuple[PipelineShape, Loads], Sizes] = field(default_factory=dict)
 
+    def tracing_all(self) -> "StageSolver":
+        """The solver that has solved nothing yet, and traces every graph: none is grown any more."""
+        self.reuse.grows = False
+        return StageSolver(
+            build_model=self.build_model,
+            example_inputs=self.example_inputs,
+            cluster=self.cluster,
+            batch=self.batch,
+            options=self.options,
+            reuse=self.reuse,
+        )
+
     # The whole model
 
     @cached_property

@@ -21,8 +21,8 @@ class Request:
     `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
     rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree; `like_stages` of a rank, itself among
     them, keep as many layers gathered as it does. With `is_explained` the plan says why modules stay whole, or the
-    error what would help where none fits, which may take longer than the search. No plan that takes longer than
-    `cutoff_s` is looked for.
+    error what would help where none fits, which may take longer than the search. With `is_checked` the answer's graph
+    is traced where it was grown, and compared. No plan that takes longer than `cutoff_s` is looked for.
     """
 
     subject: Subject
