@@ -106,7 +106,9 @@ class Stub(nn.Module):
         if self.receives:
             given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
             return pytree.tree_unflatten([next(given) if isinstance(x, tuple) else x for x in found], made)
-        others = {(leaf.shape, leaf.dtype): leaf for leaf in leaves if isinstance(leaf, Tensor) and is_stand_in(leaf)}
+        own = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_stand_in(leaf)]
+        with plain_calls():
+            others = {(leaf.shape, leaf.dtype): leaf for leaf in own}
         with torch.no_grad():
             for leaf in found:
                 if isinstance(leaf, tuple) and leaf not in others:
