@@ -130,6 +130,12 @@ class Reuse:
     #: by fingerprint of the profile
     rates: dict[str, Rates] = field(default_factory=dict)
 
+    def forget_grown(self) -> None:
+        """Drops all graphs that were not traced, and what was priced of them."""
+        self.grown.clear()
+        self.likened.clear()
+        self.spaces.clear()
+
     def rates_of(self, profile: HardwareProfile) -> Rates:
         """The times of kernels and ops on a machine that were computed so far."""
         if (key := profile.fingerprint) not in self.rates:
@@ -257,9 +263,7 @@ class TraceCache:
         """Traces every micro-batch of this model from now on, after a grown graph has differed from its trace."""
         logger.info("a graph grown from smaller micro-batches differs from its trace: each micro-batch is traced")
         self.reuse.ungrowing.add(self.subject.key)
-        self.reuse.grown.clear()
-        self.reuse.likened.clear()
-        self.reuse.spaces.clear()
+        self.reuse.forget_grown()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes in which the model's parameters were built, by name."""

@@ -272,8 +272,9 @@ class Search:
         every = AllStages.of(self.solver, self.shape, sizes, degrees)
         self._report("prove", 0, 1)
         reuse, known = self.solver.reuse, len(self.solver.reuse.ungrowing)
-        plans = every.own_plans(prove=prove)
-        if reuse.grows and len(reuse.ungrowing) > known:
+        is_right = self.solver.has_grown_right(degrees)
+        plans = every.own_plans(prove=prove) if is_right else None
+        if reuse.grows and (not is_right or len(reuse.ungrowing) > known):
             logger.info("%s: stages were compared by graphs that the code does not have: once more", self.shape.option)
             return replace(self, solver=self.solver.tracing_all()).found(prove=prove)
         if plans is None:

@@ -85,6 +85,7 @@ class StageSolver:
     def tracing_all(self) -> "StageSolver":
         """The solver that has solved nothing yet, and traces every graph: none is grown any more."""
         self.reuse.grows = False
+        self.reuse.forget_grown()
         return StageSolver(
             build_model=self.build_model,
             example_inputs=self.example_inputs,
@@ -104,6 +105,12 @@ class StageSolver:
     def whole(self, micro_batch: int, ep: int = 1) -> Traced:
         """The whole model, whose experts `ep` ranks divide, as it was traced or as its graph was grown."""
         return self.points(ep).traces.traced(micro_batch)
+
+    def has_grown_right(self, degrees: Degrees) -> bool:
+        """True where the whole model's graph at some degrees, by which it was cut so far, is that of its trace."""
+        traces = self.points(degrees.ep).traces
+        known = traces.traced(degrees.micro_batch)
+        return known.graph == traces.really_traced(degrees.micro_batch).graph
 
     def points(self, ep: int) -> PointSolver:
         """The points of the whole model, whose experts `ep` ranks divide."""
