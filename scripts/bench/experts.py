@@ -7,17 +7,15 @@ profile h100-sxm, from importing torch to the proven plan: CPU seconds, peak mem
 second and GPU, and the mesh. Printed are the medians of the runs beside the bars; exit code 1 where one is missed.
 """
 
-import argparse
 import json
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from planning_runs import Bars, main, numbers
 
 SEQ_LEN = 4096
 PROFILE, GPUS_PER_NODE = "h100-sxm", 8
@@ -44,16 +42,13 @@ DEEPSEEK_V3: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Bars):
     """A model by its configuration, the GPUs and batch it is planned for, in how many pipeline stages and whether for
-    torch.compile, and the bars: CPU seconds, GB of memory, and tokens per second and GPU (0: none)."""
+    torch.compile, and the bars."""
 
     config: Mapping[str, object]
     gpus: int
     global_batch: int
-    most_s: float
-    most_gb: float = 3.0
-    least_tokens_per_s: float = 0.0
     stages: int = 1
     compile: bool = False
 
@@ -67,12 +62,11 @@ CASES = {
     "mixtral": Case(config=MIXTRAL, gpus=64, global_batch=512, most_s=10.0),
     "deepseek-v3": Case(config=DEEPSEEK_V3, gpus=2048, global_batch=8192, most_s=30.0),
 }
-NUMBERS = ("CPU s", "wall s", "GB", "tokens/s")
 
 
-def measure(case: Case) -> dict[str, float | str]:
-    """One run in this process, which should be fresh: NUMBERS, and the plan in words."""
-    started = time.monotonic()
+def measure(name: str) -> dict[str, float | str]:
+    """One run of a case in this process, which should be fresh."""
+    case, started = CASES[name], time.monotonic()
     import tpplan
     from tpplan.search.models.user_model import load_model_file
     from tpplan.search.points.options import Options
@@ -90,53 +84,8 @@ def measure(case: Case) -> dict[str, float | str]:
             plan = tpplan.solve_stages(*made, stages=case.stages, cluster=cluster, options=options, **batch)
         else:
             plan = tpplan.solve(spec.build_model, spec.example_inputs, cluster=cluster, **batch, **asked)
-    parts = plan.stages if isinstance(plan, tpplan.PipelinePlan) else (plan,)
-    mesh = parts[-1].mesh
-    recomputed = {str(how) for part in parts for how in part.recomputed_modules().values()} or {"none"}
-    in_stages = f"{case.stages} stages, " if case.stages > 1 else ""
-    return {
-        "CPU s": time.process_time(),
-        "wall s": time.monotonic() - started,
-        "GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,  # Linux counts KiB
-        "tokens/s": case.global_batch * SEQ_LEN / plan.predicted.step_time_s / mesh.num_gpus / case.stages,
-        "plan": f"{in_stages}{mesh}; micro-batch {plan.batch.micro_batch}, recomputes {', '.join(sorted(recomputed))}",
-    }
-
-
-def medians(name: str, runs: int) -> dict[str, float | str]:
-    """Of the runs of a case, each in a process of its own; the plan is the last run's."""
-    found = []
-    for _ in range(runs):
-        child = subprocess.run(
-            [sys.executable, __file__, "--child", name], stdout=subprocess.PIPE, check=True, text=True
-        )
-        found.append(json.loads(child.stdout))
-    return {**found[-1], **{key: statistics.median(run[key] for run in found) for key in NUMBERS}}
-
-
-def main() -> int:
-    """Runs the cases, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--runs", type=int, default=1, help="processes per case (default: 1)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(measure(CASES[arguments.child])))
-        return 0
-    if unknown := [name for name in arguments.cases if name not in CASES]:
-        parser.error(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
-    columns = (*NUMBERS[:1], "bar", *NUMBERS[1:3], "bar", NUMBERS[3], "bar")
-    print(f"{'':18}" + "".join(f"{column:>9}" for column in columns) + "  plan")
-    is_kept = True
-    for name in arguments.cases:
-        case, row = CASES[name], medians(name, arguments.runs)
-        seconds, wall, gigabytes, tokens = (float(row[key]) for key in NUMBERS)
-        shown = (seconds, case.most_s, wall, gigabytes, case.most_gb, tokens, case.least_tokens_per_s)
-        print(f"{name:18}" + "".join(f"{number:9.1f}" for number in shown) + f"  {row['plan']}", flush=True)
-        is_kept &= seconds <= case.most_s and gigabytes <= case.most_gb and tokens >= case.least_tokens_per_s
-    return int(not is_kept)
+    return numbers(started, plan)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, __file__, CASES, measure))
