@@ -104,6 +104,39 @@ def test_a_model_whose_root_gives_layers_more_than_hidden_states(options: dict[s
     assert_as_one_process(weighted, solved(weighted, stages=2, **options))
 
 
+class Pairs(Stack):
+    """A model whose layers also give what none but the head's code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(_Pair, self.layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x, norms = layer(x)
+        logits: Tensor = self.head(self.norm(x)) * norms[..., :1]
+        return logits
+
+
+class _Pair(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.inner(x)
+        return y, self.inner.norm(y)
+
+
+@pytest.mark.parametrize("options", [{"gpus": 2}, {"gpus": 4, "tp": 2}], ids=str)
+def test_a_stage_receives_what_it_does_not_read(options: dict[str, Any]) -> None:
+    """Each stage receives both tensors that a layer gives, of which its own layers read one."""
+    plan = solved(Pairs, stages=2, **options)
+    assert [len(stage.stage.sends) for stage in plan.stages if stage.stage is not None] == [2, 0]
+    assert_as_one_process(Pairs, plan)
+
+
 def test_stubs_hand_on_what_has_no_memory() -> None:
     layers = Stack().layers
     stubs = [Stub(f"layers.{i}", layer, Precision.FP32, (), given_on_meta) for i, layer in enumerate(layers)]

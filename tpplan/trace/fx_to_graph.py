@@ -126,8 +126,9 @@ class GraphReader:
         """Drops what stubs make that nothing reads, as most give it to other stubs alone. Returns what they read."""
         read, kept, dropped = {name for _, name in outputs}, list[Op | Boundary](), set[str]()
         for node in reversed(self.nodes):
-            writes = isinstance(node, Op) and may_write(node)
-            if node.module in stubs and read.isdisjoint(node.results) and not writes:
+            # What leaves a stub is received: it stays, whether the stage reads it or not.
+            is_needed = may_write(node) if isinstance(node, Op) else node.direction is Direction.OUTPUT
+            if node.module in stubs and read.isdisjoint(node.results) and not is_needed:
                 dropped.update(node.operands)
                 for name in node.results:
                     self.values.pop(name)
