@@ -13,7 +13,7 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision, StagePlan
 from tpplan.search.models.trace_cache import Reuse, TraceCache
-from tpplan.search.pipelines.solve_stages import Search
+from tpplan.search.pipelines.solve_stages import GROWN, MISLED, Search
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
@@ -205,11 +205,14 @@ def test_stages_that_are_compared_are_traced_at_two_micro_batches_alone(monkeypa
     plan, traces, times = search(Stack, monkeypatch)
     assert plan.batch.micro_batch > 4, "else nothing needs to be grown"
     assert times == 1
+    assert GROWN in (plan.solver.unsearched or ())
     assert {size for _, size in traces} == {1, 2, plan.batch.micro_batch}
 
 
 def test_stages_whose_code_changes_with_the_batch_are_all_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, traces, times = search(Changing, monkeypatch)
     assert times == 2
+    assert MISLED in (plan.solver.unsearched or ())
+    assert GROWN not in (plan.solver.unsearched or ())
     assert {size for _, size in traces} > {1, 2, 4, 8}
     assert plan.batch.micro_batch in {size for _, size in traces}

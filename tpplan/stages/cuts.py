@@ -78,6 +78,13 @@ def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], 
     ]
 
 
+def end_of(graph: ModelGraph, stage: StagePlan) -> int:
+    """The position after the last node of a stage's last layer."""
+    assert stage.last is not None
+    last = graph.nodes_by_module[stage.last][-1]
+    return graph.nodes.index(last) + 1
+
+
 def tensors_of(graph: ModelGraph, unit: str) -> tuple[TensorPlan, ...]:
     """The tensors that a unit gives, in the order of its outputs."""
     leaving = (graph.values[name] for name in given_by(graph, unit))

@@ -1,20 +1,34 @@
-"""Layouts at the stubs of a stage: whole.
+"""What stubs of a stage leave in its graph, and the layouts there: whole.
 
 A stub's code gives tensors of whole shapes, whatever it is given. What later stages make of them is dropped, so nothing
 is gained by a slice of one. What a stage receives leaves its stub as it comes, or is converted there. What other stubs
 are given is whole where it is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, within
-from tpplan.core.layout import Layout
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, may_write, within
 from tpplan.plan.sections.ranks import StagePlan
 
 
-def nodes_in_stubs(graph: ModelGraph, stage: StagePlan) -> dict[str, Op | Boundary]:
-    """Ops and crossings of the modules that a stage does not have, by name."""
-    return {node.name: node for node in graph.nodes if any(within(node.module, name) for name in stage.absent)}
+def unread_in_stubs(
+    nodes: Sequence[Op | Boundary], stubs: Collection[str], outputs: Iterable[str]
+) -> list[Op | Boundary]:
+    """The nodes of stubs, which are given by name, whose results nothing reads but other such nodes, as of most. What
+    leaves a stub is received: it is none of them, whether the stage reads it or not."""
+    read, found = set(outputs), list[Op | Boundary]()
+    for node in reversed(nodes):
+        is_needed = may_write(node) if isinstance(node, Op) else node.direction is Direction.OUTPUT
+        if is_needed or node.module not in stubs or not read.isdisjoint(node.results):
+            read.update(node.operands)
+        else:
+            found.append(node)
+    return found
+
+
+def ops_in_stubs(graph: ModelGraph, stage: StagePlan) -> frozenset[str]:
+    """Names of the ops of the modules that a stage does not have."""
+    return frozenset(op.name for op in graph.ops if any(within(op.module, name) for name in stage.absent))
 
 
 def results_read_in_stubs(graph: ModelGraph) -> dict[str, list[int]]:
@@ -24,15 +38,3 @@ def results_read_in_stubs(graph: ModelGraph) -> dict[str, list[int]]:
         if (node := graph.producers.get(value)) is not None:
             found.setdefault(node.name, []).append(node.results.index(value))
     return found
-
-
-def is_whole_there(
-    node: Op | Boundary, operands: Sequence[Layout], results: Sequence[Layout], stage: StagePlan
-) -> bool:
-    """True where these layouts of a node of a stub keep whole all that the stub is given and gives, but what leaves the
-    stub that receives."""
-    layouts = (*operands, *results)
-    if isinstance(node, Boundary):
-        enters = node.direction is Direction.INPUT
-        layouts = tuple(results if enters else () if node.module == stage.received else layouts)
-    return all(layout.is_whole for layout in layouts)

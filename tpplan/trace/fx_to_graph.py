@@ -2,7 +2,7 @@
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,13 +23,13 @@ from tpplan.core.graph import (
     Source,
     SourceKind,
     Value,
-    may_write,
     unread_values,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import base_target
 from tpplan.stages.stub import Stub
+from tpplan.stages.whole_stubs import unread_in_stubs
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
 from tpplan.torch_internals.operators import is_higher_order, is_pointwise
@@ -105,39 +105,23 @@ class GraphReader:
         left = zip(self.program.left, outputs[num_returned:], strict=True)
         named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
         stubs = {name for name, module in self.model.named_modules() if isinstance(module, Stub)}
-        read_by_stubs = self._without_unread(stubs, named) if stubs else frozenset[str]()
+        dropped = unread_in_stubs(self.nodes, stubs, [name for _, name in named]) if stubs else []
+        gone, made = {node.name for node in dropped}, {name for node in dropped for name in node.results}
         graph = ModelGraph(
-            values=self.values,
+            values={name: value for name, value in self.values.items() if name not in made},
             sources=tuple(self.sources),
-            nodes=tuple(self.nodes),
+            nodes=tuple(node for node in self.nodes if node.name not in gone),
             outputs=named,
             loss=scalars[0] if scalars else None,
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
-            read_by_stubs=read_by_stubs,
+            read_by_stubs=frozenset(name for node in dropped for name in node.operands) - made,
             lines=self.lines,
         )
         if is_compared:
             return graph
         unread = unread_values(graph)
-        values = self.values | {name: replace(self.values[name], is_read=False) for name in unread}
+        values = graph.values | {name: replace(graph.values[name], is_read=False) for name in unread}
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
-
-    def _without_unread(self, stubs: Set[str], outputs: Sequence[tuple[str, str]]) -> frozenset[str]:
-        """Drops what stubs make that nothing reads, as most give it to other stubs alone. Returns what they read."""
-        read, kept, dropped = {name for _, name in outputs}, list[Op | Boundary](), set[str]()
-        for node in reversed(self.nodes):
-            # What leaves a stub is received: it stays, whether the stage reads it or not.
-            is_needed = may_write(node) if isinstance(node, Op) else node.direction is Direction.OUTPUT
-            if node.module in stubs and read.isdisjoint(node.results) and not is_needed:
-                dropped.update(node.operands)
-                for name in node.results:
-                    self.values.pop(name)
-                self.lines.pop(node.name, None)
-            else:
-                kept.append(node)
-                read.update(node.operands)
-        self.nodes = kept[::-1]
-        return frozenset(dropped & self.values.keys())
 
     def _placeholders(self) -> dict[str, Argument]:
         """The value of each placeholder, by the node's name. Adds the sources."""

@@ -44,6 +44,11 @@ UNSEARCHED = (
 )
 
 
+#: the same of graphs that were not traced
+GROWN = "micro-batches from the third on were compared as if the code did what it does at the smallest two"
+MISLED = "other numbers of stages may have been compared by graphs that differ from the code's"
+
+
 def solve_stages(
     build_model: BuildModel,
     example_inputs: ExampleInputs,
@@ -311,6 +316,11 @@ class Search:
         """Yields lines on degrees that are not looked at unless asked for."""
         if self.solver.options.ep is None and any(degrees.ep > 1 for degrees in self.degrees()):
             yield ACROSS
+        reuse = self.solver.reuse
+        if reuse.grown:
+            yield GROWN
+        if not reuse.grows:
+            yield MISLED
 
     def _moved(self, degrees: Degrees) -> tuple[Sizes, list[Plan]]:
         """The stages, with layers moved from the slowest rank to the fastest while a step gets shorter."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, ModelError, TpplanError, UsageError
-from tpplan.core.graph import ModelGraph, enclosing, within
+from tpplan.core.graph import enclosing, within
 from tpplan.experts.expert_share import Division
 from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.build_space import NoLayoutError
@@ -34,7 +34,7 @@ from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.stages.cut_proof import difference, written_buffers
-from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
+from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, end_of, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ class StageSolver:
         where stages of a rank write the same buffer."""
         written: dict[tuple[int, str], int] = {}
         whole = self.points(1).traces.really_traced(micro_batch).graph
-        ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
+        ends = [0, *(end_of(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
         for stage in stages:
             subject = replace(
                 self.request.subject, stage=stage.bare, loss=self.options.loss if stage.last is None else _stand_in
@@ -395,10 +395,3 @@ class StageSolver:
 def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
     """The loss of a stage that is not the last: gradients of all that it sends come back."""
     return functools.reduce(operator.add, (tensor.sum() for tensor in outputs))
-
-
-def _end(graph: ModelGraph, stage: StagePlan) -> int:
-    """The position after the last node of a stage's last layer."""
-    assert stage.last is not None
-    last = graph.nodes_by_module[stage.last][-1]
-    return graph.nodes.index(last) + 1

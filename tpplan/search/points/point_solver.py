@@ -32,7 +32,7 @@ from tpplan.search.points.request import Request
 from tpplan.solvers.common_bound import common_problem, shape_of
 from tpplan.solvers.presolve import is_solvable
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
-from tpplan.stages.whole_stubs import is_whole_there, nodes_in_stubs, results_read_in_stubs
+from tpplan.stages.whole_stubs import ops_in_stubs, results_read_in_stubs
 
 #: points that are worth a relaxation that bounds them together, which takes longer than that of one
 FEWEST_TOGETHER = 3
@@ -170,15 +170,14 @@ class PointSolver:
         graph, pinned = self.traces.traced(micro_batch).graph, self.pinned(micro_batch)
         allows = self.request.wishes(graph) if self.request.wishes is not None else lambda name, strategy: True
         stage = self.request.subject.stage
-        stubs = nodes_in_stubs(graph, stage) if stage is not None else {}
+        stubs = ops_in_stubs(graph, stage) if stage is not None else frozenset[str]()
         handed = results_read_in_stubs(graph)
 
         def is_sliced_there(name: str, strategy: Strategy) -> bool:
-            if name in handed and not all(strategy.results[place].is_whole for place in handed[name]):
-                return True
-            if stage is None or name not in stubs:
-                return False
-            return not is_whole_there(stubs[name], strategy.operands, strategy.results, stage)
+            layouts = [strategy.results[place] for place in handed.get(name, ())]
+            if name in stubs:
+                layouts += (*strategy.operands, *strategy.results)
+            return not all(layout.is_whole for layout in layouts)
 
         def is_cut(name: str, strategy: Strategy) -> bool:
             if is_sliced_there(name, strategy):
