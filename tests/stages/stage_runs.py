@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import tpplan
 from profiles import synthetic_profile
 from tpplan.machine.profile import HardwareProfile
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.search.points.options import Options
@@ -44,6 +44,7 @@ def solved(
     batch: int = 8,
     virtual: int = 1,
     prove: bool = True,
+    schedule: Schedule | None = None,
     gpus_per_node: int | None = None,
     machine: HardwareProfile = MACHINE,
     **options: object,
@@ -56,6 +57,7 @@ def solved(
         images if is_vision else labelled if build is with_own_loss else text,
         stages=stages,
         virtual_stages=virtual,
+        schedule=schedule or (Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B),
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus_per_node or gpus, profile=machine),
         global_batch=batch,
         seq_len=1 if is_vision else LENGTH,

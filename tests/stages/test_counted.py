@@ -19,9 +19,17 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
+from tpplan.plan.step_anatomy import StageWork
 from tpplan.search.pipelines.rank_memory import num_bytes
-from tpplan.stages.schedule import orders
+from tpplan.stages.schedule import Action, orders
+
+#: methods of torch's stages that run an action
+RUNNING = {
+    "forward_one_chunk": StageWork.FORWARD,
+    "backward_one_chunk": StageWork.BACKWARD,
+    "backward_weight_one_chunk": StageWork.WEIGHTS,
+}
 
 
 class Tracker(MemTracker):
@@ -32,7 +40,7 @@ class Tracker(MemTracker):
     _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook  # type: ignore[assignment]
 
 
-def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int], float]:
+def traffic(plan: PipelinePlan) -> tuple[list[Action], list[int], float]:
     """Of a rank's second step what it runs, in order, the bytes of each send, and the most bytes that it holds."""
     torch.manual_seed(0)
     model = tpplan.apply_plan(Stack(), plan)
@@ -41,7 +49,7 @@ def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int],
     model.step(micro_batches, loss)  # type: ignore[operator]
     optimizer.step()
     optimizer.zero_grad()
-    ran: list[tuple[int, bool, int]] = []
+    ran: list[Action] = []
     sent: list[int] = []
 
     def noted(name: str, note: Callable[[Any, Any, Any], object]) -> None:
@@ -57,8 +65,8 @@ def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int],
     with pytest.MonkeyPatch.context() as patched:
         for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
             noted(name, lambda stage, index, found: sent.extend(one.tensor.nbytes for one in found))
-        noted("forward_one_chunk", lambda stage, index, found: ran.append((stage, True, index)))
-        noted("backward_one_chunk", lambda stage, index, found: ran.append((stage, False, index)))
+        for name, work in RUNNING.items():
+            noted(name, lambda stage, index, found, work=work: ran.append(Action(stage, work, index)))
         tracker = Tracker()
         tracker.track_external(model, optimizer)
         with tracker:
@@ -66,25 +74,29 @@ def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int],
     return ran, sent, float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
+@pytest.mark.parametrize("schedule", [None, Schedule.ZERO_BUBBLE])
 @pytest.mark.parametrize(("virtual", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int, tp: int) -> None:
+def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int, tp: int, schedule: Schedule | None) -> None:
     """On two tensor-parallel ranks each sends slices."""
-    machine = MACHINE if tp == 1 else FAR
-    plan = solved(Stack, stages=2, gpus=2 * tp, gpus_per_node=tp, virtual=virtual, tp=tp, machine=machine)
+    mesh = {"stages": 2, "gpus": 2 * tp, "gpus_per_node": tp, "virtual": virtual, "tp": tp, "schedule": schedule}
+    plan = solved(Stack, machine=MACHINE if tp == 1 else FAR, **mesh)  # type: ignore[arg-type]
     assert {one.sliced for own in plan.stages if own.stage for one in own.stage.sends} == {None if tp == 1 else 1}
     steps = plan.batch.accumulation_steps
     every = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)
     for rank, (ran, sent, peak) in enumerate(run_ranks(2 * tp, traffic, plan, timeout_s=120)):
-        assert [tuple(action) for action in every[rank // tp]] == ran
+        assert [*every[rank // tp]] == ran
         plans = plan.stages_of(rank)
         stages = [own.stage for own in plans if own.stage is not None]
         assert sum(sent) == steps * sum(num_bytes((*stage.sends, *stage.receives), tp) for stage in stages)
         assert len(sent) == steps * sum(len(stage.sends) + len(stage.receives) for stage in stages)
         predicted = max(own.predicted.peak_memory_bytes for own in plans)
         # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
-        kept = steps * sum(num_bytes(stage.receives, tp) for stage in stages) if virtual > 1 else 0
+        is_looped = plan.schedule is not Schedule.ONE_F_ONE_B
+        kept = steps * sum(num_bytes(stage.receives, tp) for stage in stages) if is_looped else 0
         least = 0.97 if tp == 1 else 0.96  # whole tensors are as far off on two tensor-parallel ranks
-        assert least * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
+        if schedule is Schedule.ZERO_BUBBLE:  # the largest gradient counts though a backward need not keep as much
+            least -= 0.03
+        assert least * predicted < peak < (1.05 if is_looped else 1.03) * predicted + kept
 
 
 @pytest.mark.parametrize("virtual", [1, 2])

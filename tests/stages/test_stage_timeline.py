@@ -14,7 +14,7 @@ from tpplan.commands import main
 from tpplan.machine.profile import HardwareProfile
 from tpplan.page.stage_drawing import stage_drawing
 from tpplan.page.step_drawing import WIDTH
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Precision
 from tpplan.plan.step_anatomy import StageRun, StageWork
 from tpplan.search.points.options import Options
@@ -23,13 +23,14 @@ MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
 BATCH = 8
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1f1b", "interleaved"])
+@pytest.fixture(scope="module", params=[*Schedule])
 def plan(request: pytest.FixtureRequest) -> PipelinePlan:
     return tpplan.solve_stages(
         Stack,
         text,
         stages=2,
-        virtual_stages=request.param,
+        virtual_stages=1 + (request.param is Schedule.INTERLEAVED),
+        schedule=request.param,
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=MACHINE),
         global_batch=BATCH,
         seq_len=LENGTH,
@@ -51,15 +52,17 @@ def test_ranks_do_one_thing_at_a_time_and_all_of_it(plan: PipelinePlan) -> None:
         assert all(one.start_s + one.seconds <= after.start_s * (1 + 1e-9) for one, after in pairwise(own))
         for stage in range(part, len(plan.stages), plan.parts):
             runs = [run for run in own if run.stage == stage]
-            wanted = {(work, index) for work in (StageWork.FORWARD, StageWork.BACKWARD) for index in range(BATCH)}
+            works = [StageWork.FORWARD, StageWork.BACKWARD]
+            works += [StageWork.WEIGHTS] if plan.schedule is Schedule.ZERO_BUBBLE else []
+            wanted = {(work, index) for work in works for index in range(BATCH)}
             assert {(run.work, run.micro_batch) for run in runs} == {*wanted, (StageWork.ONCE, None)}
             assert sum(run.seconds for run in runs) == pytest.approx(plan.stages[stage].predicted.step_time_s)
 
 
 def test_the_drawn_step_is_the_predicted_one(plan: PipelinePlan) -> None:
-    """An interleaved step is priced by this simulation; that of 1F1B by a sum which is no less than what it takes."""
+    """A step is priced by this simulation; that of 1F1B by a sum which is no less than what it takes."""
     drawn, predicted = stage_timeline(plan, MACHINE), plan.predicted.step_time_s
-    if plan.virtual_stages > 1:
+    if plan.schedule is not Schedule.ONE_F_ONE_B:
         assert drawn.end_s == pytest.approx(predicted)
     else:
         alone = stage_timeline(plan, None)

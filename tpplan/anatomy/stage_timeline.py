@@ -17,9 +17,10 @@ from tpplan.stages.schedule import Run, runs_of
 
 def stage_timeline(plan: PipelinePlan, profile: HardwareProfile | None) -> StageTimeline:
     """The step of the plan on the machine of a profile; without sending where that is None."""
-    steps, shape = plan.batch.accumulation_steps, PipelineShape(parts=plan.parts, virtual_stages=plan.virtual_stages)
+    steps, shape = plan.batch.accumulation_steps, PipelineShape.of(plan)
     times = [
-        times_of(own, steps, send_s) for own, send_s in zip(plan.stages, _sending(plan, shape, profile), strict=True)
+        times_of(own, shape, steps, send_s)
+        for own, send_s in zip(plan.stages, _sending(plan, shape, profile), strict=True)
     ]
     is_waiting = plan.schedule is Schedule.ONE_F_ONE_B
     runs = list(runs_of(shape.orders(steps), times, waits_for_sending=is_waiting))
@@ -45,8 +46,7 @@ def _cluster(plan: PipelinePlan, shape: PipelineShape, profile: HardwareProfile)
 def _work(runs: Sequence[Run]) -> Iterator[StageRun]:
     """Yields forwards and backwards, and the sending of what they give."""
     for run in runs:
-        stage, is_forward, micro_batch = run.action
-        work = StageWork.FORWARD if is_forward else StageWork.BACKWARD
+        stage, work, micro_batch = run.action
         yield StageRun(
             part=run.rank,
             stage=stage,

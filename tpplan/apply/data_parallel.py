@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,7 +22,7 @@ from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, is_over_tp
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
-from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.modules import end_of_backwards, gathered, group_of, own_parameters
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.hooks.checkpoint_context import leave_reentry
 from tpplan.trace.hooks.generated_class import BINDING
@@ -50,6 +50,44 @@ def reduce_gradients(model: nn.Module, enabled: bool) -> None:
             module.set_requires_all_reduce(enabled, recurse=False)
         if isinstance(module, FSDPModule) and GATHERED_ONCE in module.__dict__:
             module.set_reshard_after_backward(enabled, recurse=False)
+
+
+def accumulate_whole_gradients(model: nn.Module) -> None:
+    """Adds gradients that have come apart from a backward to those that FSDP keeps whole, in the dtype that it reduces
+    in, as it does at the end of each unit's backward."""
+    for module in model.modules():
+        group = group_of(module) if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group is not None else ():
+            if gathered(parameter) is not None:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_what_accumulated(model: nn.Module) -> None:
+    """Reduces the gradients that backwards have accumulated and not reduced, as a step's last backward does. Every rank
+    of the model calls it, outside of backwards."""
+    reduce_gradients(model, True)
+    _End.apply(torch.zeros((), requires_grad=True), model).backward()  # type: ignore[no-untyped-call]
+
+
+class _End(torch.autograd.Function):
+    """A backward of a model that computes nothing; at its end gradients are reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        model: nn.Module = ctx.model
+        if isinstance(model, FSDPModule):
+            end_of_backwards(model)
+        for reducer in _reducers(model):
+            reducer.reduce_at_the_end()
+        if AVERAGER in model.__dict__:
+            model.__dict__[AVERAGER].gradient_comes()
+        return gradient, None
 
 
 def _reducers(model: nn.Module) -> list[Reducer]:

@@ -6,6 +6,7 @@ loss = model.step(share.micro_batches(batch), loss_function)        # forward an
 optimizer.step(); optimizer.zero_grad()
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -17,20 +18,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.tied_weights import tied_weights
-from tpplan.apply.data_parallel import reduce_gradients
+from tpplan.apply.data_parallel import accumulate_whole_gradients, reduce_gradients, reduce_what_accumulated
+from tpplan.apply.modules.deferred_gradients import Deferral
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
+from tpplan.plan.step_anatomy import StageWork
 from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stage_model import without_values
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining import Schedule1F1B
 
-    from tpplan.torch_internals.parallel import FrugalStage, LoopedStage
+    from tpplan.torch_internals.parallel import FrugalStage, LoopedSchedule, LoopedStage
 
 AnyStage = TypeVar("AnyStage", bound="FrugalStage")
 
@@ -88,11 +91,15 @@ class Pipeline:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.steps = plan.batch.accumulation_steps
         stages = [own.stage for own in plan.stages_of(dist.get_rank()) if own.stage is not None]
-        self.runners = [_Runner(part, stage, self.steps) for part, stage in zip(parts, stages, strict=True)]
+        #: where weights' gradients are deferred
+        self.deferral = Deferral() if plan.schedule is Schedule.ZERO_BUBBLE else None
+        self.runners = [
+            _Runner(part, stage, self.steps, self.deferral) for part, stage in zip(parts, stages, strict=True)
+        ]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
         self.tied = tied_weights(parts, stages, plan.parts, self.group)
-        self.schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        self.schedule: Schedule1F1B | LoopedSchedule | None = None
         self.looped: list[LoopedStage] = []
 
     @property
@@ -115,10 +122,11 @@ class Pipeline:
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
         earlier = [weight.set_aside() for weight in self.tied]
-        if self.is_last:
-            schedule.step(index=index, target=index, losses=losses)
-        else:
-            schedule.step(index=index)
+        with self.deferral.deferring() if self.deferral is not None else contextlib.nullcontext():
+            if self.is_last:
+                schedule.step(index=index, target=index, losses=losses)
+            else:
+                schedule.step(index=index)
         for stage in self.looped:
             stage.finish()
         for weight, before in zip(self.tied, earlier, strict=True):
@@ -183,10 +191,14 @@ class Pipeline:
     def _buffer(self, one: TensorPlan) -> Tensor:
         return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self.device)
 
-    def _schedule(self) -> "Schedule1F1B | ScheduleInterleaved1F1B":
+    def _schedule(self) -> "Schedule1F1B | LoopedSchedule":
         if self.schedule is None:
             # Loads torch's compiler, which takes half a second: only a model in stages is worth it.
-            from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+            from torch.distributed.pipelining import (
+                Schedule1F1B,
+                ScheduleInterleaved1F1B,
+                ScheduleInterleavedZeroBubble,
+            )
 
             from tpplan.torch_internals.parallel import FrugalStage, LoopedStage, orders_of
 
@@ -194,17 +206,22 @@ class Pipeline:
                 return found.sum()
 
             # The loss is divided by the number of micro-batches where it is computed.
-            if self.plan.virtual_stages == 1:
+            if self.plan.schedule is Schedule.ONE_F_ONE_B:
                 own = self._stage(FrugalStage, self.runners[0])
                 self.schedule = Schedule1F1B(own, self.steps, loss_fn=total, scale_grads=False)
                 return self.schedule
             self.looped = [self._stage(LoopedStage, runner) for runner in self.runners]
-            self.schedule = ScheduleInterleaved1F1B([*self.looped], self.steps, loss_fn=total, scale_grads=False)
-            found = tuple(tuple(Action(*action) for action in order) for order in orders_of(self.schedule))
+            kind = ScheduleInterleavedZeroBubble if self.deferral is not None else ScheduleInterleaved1F1B
+            self.schedule = kind([*self.looped], self.steps, loss_fn=total, scale_grads=False)
+            found = tuple(
+                tuple(Action(stage, StageWork(work), index) for stage, work, index in order)
+                for order in orders_of(self.schedule)
+            )
             if found != orders(self.plan.schedule, self.plan.parts, self.plan.virtual_stages, self.steps):
                 raise PlanMismatchError(
-                    f"torch {torch.__version__} runs an interleaved schedule in another order than the plan counts "
-                    "with: solve with one stage a rank (--virtual-stages 1), or take another torch"
+                    f"torch {torch.__version__} runs a schedule ({self.plan.schedule}) in another order than the plan "
+                    "counts with: solve with one stage a rank (--virtual-stages 1 --schedule 1f1b), or take another "
+                    "torch"
                 )
         return self.schedule
 
@@ -219,6 +236,7 @@ class Pipeline:
             input_args=without_values(one.on_a_rank(tp) for one in stage.receives),
             output_args=without_values(one.on_a_rank(tp) for one in stage.sends or (_LOSS,)),
             group=self.group,
+            dw_builder=runner.weight_gradients if self.deferral is not None else None,
         )
 
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
@@ -233,19 +251,23 @@ class Pipeline:
 @final
 class _Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
-    to the loss over the number of micro-batches."""
+    to the loss over the number of micro-batches. With a deferral backwards leave out the weights' gradients that it
+    defers."""
 
-    def __init__(self, model: nn.Module, stage: StagePlan, steps: int) -> None:
+    def __init__(self, model: nn.Module, stage: StagePlan, steps: int, deferral: Deferral | None) -> None:
         super().__init__()
         self.model = model
         self.stage = stage
         self.steps = steps
+        self.deferral = deferral
         self.micro_batches: list[Inputs] = []
         self.loss: Loss | None = None
+        #: the micro-batch whose backward began last, and the number of those whose backward is complete
+        self.in_backward = self.done = 0
 
     def begin(self, micro_batches: list[Inputs], loss: Loss) -> None:
         """Takes the micro-batches and the loss of a step. Raises UsageError for another number of them."""
-        self.micro_batches, self.loss = micro_batches, loss
+        self.micro_batches, self.loss, self.done = micro_batches, loss, 0
         if len(self.micro_batches) != self.steps:
             raise UsageError(
                 f"a step of this plan has {self.steps} micro-batches, and {len(self.micro_batches)} are given: give "
@@ -255,20 +277,40 @@ class _Runner(nn.Module):
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         micro_batch = self.micro_batches[int(index)]
         given = _Received.apply(*received) if received else ()  # type: ignore[no-untyped-call]
+        self._begin(int(index))
         found = self.model(**_named(self.model, micro_batch, given))
         if self.stage.last is None:
             assert self.loss is not None
             found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
         else:
             found = tuple(tensor.contiguous() for tensor in found)
-        is_last = int(index) == self.steps - 1
-        # A gradient arrives as the backward begins; the last backward reduces what has accumulated.
+        # A gradient arrives as the backward begins.
         for tensor in (found,) if isinstance(found, Tensor) else found:
-            tensor.register_hook(functools.partial(self._begin_backward, is_last))
+            tensor.register_hook(functools.partial(self._begin_backward, int(index)))
         return found
 
-    def _begin_backward(self, is_last: bool, _gradient: Tensor) -> None:
-        reduce_gradients(self.model, is_last)
+    def _begin_backward(self, index: int, _gradient: Tensor) -> None:
+        """The last backward reduces what has accumulated, unless weights' gradients are still to come."""
+        self.in_backward = index
+        self._begin(index)
+        reduce_gradients(self.model, self.deferral is None and index == self.steps - 1)
+
+    def _begin(self, index: int) -> None:
+        if self.deferral is not None:
+            self.deferral.begin((self.stage.index, index))
+
+    def weight_gradients(self) -> Callable[[], None]:
+        """What computes the gradients that the backward that has just ended deferred; the last of a step reduces what
+        has accumulated."""
+        return functools.partial(self._complete, self.in_backward)
+
+    def _complete(self, index: int) -> None:
+        assert self.deferral is not None
+        self.deferral.weight_gradients((self.stage.index, index))
+        accumulate_whole_gradients(self.model)
+        self.done += 1
+        if self.done == self.steps:
+            reduce_what_accumulated(self.model)
 
 
 class _Received(torch.autograd.Function):

@@ -19,7 +19,7 @@ from tpplan.core.mesh import meshes
 from tpplan.machine.lint import why_invalid
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
 from tpplan.search.models.model_spec import ModelSpec
 from tpplan.search.models.user_model import load_model_file
@@ -63,6 +63,12 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         metavar="V",
         help="with --pp: give each of its N parts V stages, whose schedule is interleaved: less waiting, more sending, "
         "more memory (default: 1, whose schedule is 1F1B)",
+    )
+    search.add_argument(
+        "--schedule",
+        choices=[str(schedule) for schedule in Schedule],
+        help="with --pp N: the schedule that joins the stages (default: 1f1b, or interleaved with --virtual-stages, "
+        "unless zero-bubble is faster)",
     )
     search.add_argument(
         "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
@@ -172,8 +178,9 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = machine_of(args)
     model = load_model_file(args.model)
-    if args.virtual_stages > 1 and args.pp in (1, "auto"):
-        raise UsageError(f"--virtual-stages with --pp {args.pp}: expected --pp N with N above 1")
+    for option, value in (("--virtual-stages", args.virtual_stages > 1), ("--schedule", args.schedule)):
+        if value and args.pp in (1, "auto"):
+            raise UsageError(f"{option} with --pp {args.pp}: expected --pp N with N above 1")
     if args.pp != 1:
         return _run_stages(args, model, profile)
     with model.locating():
@@ -203,7 +210,8 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
     batch = ("global_batch", "seq_len", "micro_batch")
     training = training_options(args, model)
     with model.locating(), bars(STAGE_COLUMNS) as progress:
-        in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
+        schedule = Schedule(args.schedule) if args.schedule else None
+        in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages, schedule=schedule)
         solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
         plan = solve(
             model.build_model,

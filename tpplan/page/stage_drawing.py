@@ -11,6 +11,7 @@ from tpplan.plan.step_anatomy import StageRun, StageTimeline, StageWork
 _COLOURS = {
     StageWork.FORWARD: ("blue", "sky"),
     StageWork.BACKWARD: ("orange", "yellow"),
+    StageWork.WEIGHTS: ("green", "green"),
     StageWork.SENDING: ("red", "red"),
     StageWork.ONCE: ("grey", "grey"),
 }

@@ -17,7 +17,7 @@ from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.files import format_json, write_atomically
 from tpplan.core.strict_json import Amount, Count, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
-from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
+from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Compile, Plan, uses_fsdp
 from tpplan.plan.sections.provenance import RequestPlan, SolverReport
 from tpplan.plan.sections.ranks import TiedPlan
 
@@ -25,21 +25,24 @@ from tpplan.plan.sections.ranks import TiedPlan
 class Schedule(StrEnum):
     """The order in which stages run forwards and backwards of micro-batches (tpplan.stages.schedule). 1f1b: a stage
     runs as many forwards ahead as there are stages behind it, then one forward and one backward in turns. interleaved:
-    1f1b with several stages on each rank, so that a micro-batch visits a rank several times."""
+    1f1b with several stages on each rank, so that a micro-batch visits a rank several times. zero-bubble: a stage
+    computes the gradients of linear layers' weights later than the rest of a backward, where it would wait for others;
+    with one stage on each rank or with several."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
 
 
 def rounds_of(ranks: int, micro_batches: int) -> int:
-    """The rounds in which an interleaved schedule takes micro-batches through the stages of its ranks.
+    """The rounds in which an interleaved or zero-bubble schedule takes micro-batches through the stages of its ranks.
     [torch.distributed.pipelining.ScheduleInterleaved1F1B]"""
     return max(1, micro_batches // ranks)
 
 
 def why_unscheduled(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: int) -> str:
     """Why a schedule cannot run so many micro-batches, with what to do; "" where it can."""
-    if (schedule is Schedule.INTERLEAVED) != (virtual_stages > 1):
+    if schedule is not Schedule.ZERO_BUBBLE and (schedule is Schedule.INTERLEAVED) != (virtual_stages > 1):
         return (
             f"schedule {schedule} with {virtual_stages} stages a rank: expected 1 stage a rank for "
             f"{Schedule.ONE_F_ONE_B}, 2 or more for {Schedule.INTERLEAVED}"
@@ -49,7 +52,7 @@ def why_unscheduled(schedule: Schedule, ranks: int, virtual_stages: int, micro_b
             f"{micro_batches} micro-batches are fewer than {ranks} stages of a pipeline: the schedule {schedule} needs "
             f"{ranks} at least"
         )
-    if schedule is Schedule.INTERLEAVED and micro_batches % rounds_of(ranks, micro_batches):
+    if schedule is not Schedule.ONE_F_ONE_B and micro_batches % rounds_of(ranks, micro_batches):
         return (
             f"{micro_batches} micro-batches do not divide into {rounds_of(ranks, micro_batches)} rounds: the schedule "
             f"{schedule} needs rounds of equally many, such as a multiple of {ranks}"
@@ -182,6 +185,8 @@ class PipelinePlan:
                 raise PlanError(f"{where}.stage.sends: {problem}")
             for one in stage.ties:
                 self._check_tied(one, where, index)
+            if self.schedule is Schedule.ZERO_BUBBLE:
+                _check_deferred(plan, where)
         steps = self.batch.accumulation_steps
         if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
             raise PlanError(f"{origin}: {problem}")
@@ -203,6 +208,20 @@ class PipelinePlan:
                 f"{where}.parameters: {one.name} lies otherwise than in the other stages that have it, and gradients "
                 "of both could not be added: solve again"
             )
+
+
+def _check_deferred(plan: Plan, where: str) -> None:
+    """Raises PlanError for a stage that cannot defer weights' gradients."""
+    if uses_fsdp(plan.mesh, plan.precision) and not plan.fsdp.whole_gradients:
+        raise PlanError(
+            f"{where}.fsdp.whole_gradients: expected true with schedule {Schedule.ZERO_BUBBLE}, whose gradients are "
+            "complete at the end of a step, and are reduced then"
+        )
+    if plan.compile is not Compile.NONE:
+        raise PlanError(
+            f"{where}.compile: expected {Compile.NONE} with schedule {Schedule.ZERO_BUBBLE}: compiled layers defer "
+            "nothing"
+        )
 
 
 def _placement(plan: Plan, name: str) -> str:

@@ -72,11 +72,12 @@ class Timeline:
 
 
 class StageWork(StrEnum):
-    """Kinds of work of the ranks of one pipeline part. A send of the result of a forward or a backward may run beside
-    either."""
+    """Kinds of work of the ranks of one pipeline part. Weight gradients are a part of the backward, unless the schedule
+    defers them. A send of the result of a forward or a backward may run beside all three."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weight gradients"
     SENDING = "sending"
     ONCE = "once a step"
 

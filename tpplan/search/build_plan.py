@@ -12,6 +12,7 @@ from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
+from tpplan.costs.prediction.deferred_gradients import deferred
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.costs.prediction.step_time import Priced
 from tpplan.costs.runs.kernels import dtype_name
@@ -123,16 +124,23 @@ def plan_of(
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.notes) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
-        stage=_with_bytes(request.stage, assignment, solver),
+        stage=_measured(request.stage, assignment, solver),
     )
 
 
-def _with_bytes(stage: StagePlan | None, assignment: Assignment, solver: PointSolver) -> StagePlan | None:
-    """The stage with the bytes that it holds while others run."""
+def _measured(stage: StagePlan | None, assignment: Assignment, solver: PointSolver) -> StagePlan | None:
+    """The stage with the bytes that it holds while others run, and with what a zero-bubble schedule would defer."""
     if stage is None:
         return None
-    kept, resting = bytes_between(assignment, solver.traces.reuse.executor)
-    return replace(stage, beside_bytes=assignment.beside_bytes, kept_bytes=kept, resting_bytes=resting)
+    executor = solver.traces.reuse.executor
+    kept, resting = bytes_between(assignment, executor)
+    return replace(
+        stage,
+        beside_bytes=assignment.beside_bytes,
+        kept_bytes=kept,
+        resting_bytes=resting,
+        deferred=deferred(assignment, solver.request.profile, executor),
+    )
 
 
 def _experts(assignment: Assignment, priced: Priced, division: Division | None) -> ExpertsPlan | None:

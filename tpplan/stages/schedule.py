@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpplan.plan.pipeline_plan import Schedule, rounds_of
+from tpplan.plan.step_anatomy import StageWork
 
 
 class Action(NamedTuple):
-    """The forward or the backward of a micro-batch in a stage."""
+    """The work of a stage on a micro-batch: its forward, its backward, or by a zero-bubble schedule the gradients of
+    linear layers' weights apart from the backward (tpplan.apply.modules.deferred_gradients)."""
 
     stage: int
-    is_forward: bool
+    work: StageWork
     micro_batch: int
 
 
@@ -26,48 +28,99 @@ def orders(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: i
     """The actions of each rank in a step, in order."""
     if schedule is Schedule.ONE_F_ONE_B:
         return tuple(tuple(_one_f_one_b(rank, ranks, micro_batches)) for rank in range(ranks))
-    return tuple(tuple(_interleaved(rank, ranks, virtual_stages, micro_batches)) for rank in range(ranks))
+    looped = _zero_bubble if schedule is Schedule.ZERO_BUBBLE else _interleaved
+    return tuple(tuple(looped(rank, ranks, virtual_stages, micro_batches)) for rank in range(ranks))
 
 
 def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     """A rank runs ahead by as many forwards as ranks from it on, then one backward and one forward in turns."""
     ahead = min(micro_batches, ranks - rank)
-    yield from (Action(rank, True, index) for index in range(ahead))
+    yield from (Action(rank, StageWork.FORWARD, index) for index in range(ahead))
     for index in range(micro_batches):
-        yield Action(rank, False, index)
+        yield Action(rank, StageWork.BACKWARD, index)
         if index + ahead < micro_batches:
-            yield Action(rank, True, index + ahead)
+            yield Action(rank, StageWork.FORWARD, index + ahead)
 
 
 def _interleaved(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
     """Micro-batches go through a rank's stages in rounds: a round's micro-batches through its first stage, through its
     second, and so on; backwards through the stages from the last to the first."""
-    round_size = micro_batches // rounds_of(ranks, micro_batches)
-    total = micro_batches * virtual_stages
-    ahead = min((virtual_stages - 1) * round_size + 2 * (ranks - 1 - rank), total)
-
-    def action(step: int, is_forward: bool) -> Action:
-        turn, place = divmod(step, round_size)
-        number, own = divmod(turn, virtual_stages)
-        own = own if is_forward else virtual_stages - 1 - own
-        return Action(own * ranks + rank, is_forward, number * round_size + place)
-
-    yield from (action(step, True) for step in range(ahead))
-    for step in range(total):
-        if step + ahead < total:
-            yield action(step + ahead, True)
-        yield action(step, False)
+    turns = _Turns(rank, ranks, virtual_stages, micro_batches)
+    ahead = min(turns.one_round + 2 * (ranks - 1 - rank), turns.total)
+    yield from (turns.action(step, StageWork.FORWARD) for step in range(ahead))
+    for step in range(turns.total):
+        if step + ahead < turns.total:
+            yield turns.action(step + ahead, StageWork.FORWARD)
+        yield turns.action(step, StageWork.BACKWARD)
 
 
-def kept_during(order: Sequence[Action], ranks: int) -> Iterator[tuple[Action, tuple[int, ...]]]:
-    """Yields each action of a rank with the micro-batches that each of its stages has in flight during it: those whose
-    forward has begun and whose backward has not ended."""
-    counts = [0] * (max(action.stage for action in order) // ranks + 1)
+def _zero_bubble(rank: int, ranks: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """As interleaved, with half as many forwards ahead. Rank r computes a backward's weight gradients r backwards
+    later, and those that are left in the end, where it would wait for others. [Qi et al., "Zero Bubble Pipeline
+    Parallelism", 2023, section 2.3: ZB-H1]"""
+    turns = _Turns(rank, ranks, virtual_stages, micro_batches)
+    ahead = min(turns.one_round + ranks - 1 - rank, turns.total)
+    yield from (turns.action(step, StageWork.FORWARD) for step in range(ahead))
+    for step in range(turns.total):
+        if step + ahead < turns.total:
+            yield turns.action(step + ahead, StageWork.FORWARD)
+        yield turns.action(step, StageWork.BACKWARD)
+        if step >= rank:
+            yield turns.action(step - rank, StageWork.WEIGHTS)
+    yield from (turns.action(step, StageWork.WEIGHTS) for step in range(max(0, turns.total - rank), turns.total))
+
+
+class _Turns(NamedTuple):
+    """The order in which micro-batches go through the stages of a rank."""
+
+    rank: int
+    ranks: int
+    virtual_stages: int
+    micro_batches: int
+
+    @property
+    def total(self) -> int:
+        """The forwards of a step."""
+        return self.micro_batches * self.virtual_stages
+
+    @property
+    def round_size(self) -> int:
+        """The micro-batches that go through one stage before they go through the next."""
+        return self.micro_batches // rounds_of(self.ranks, self.micro_batches)
+
+    @property
+    def one_round(self) -> int:
+        """The forwards of a round in all stages but the last."""
+        return (self.virtual_stages - 1) * self.round_size
+
+    def action(self, step: int, work: StageWork) -> Action:
+        """The forward, or the work of backward, that is number `step` of its kind."""
+        turn, place = divmod(step, self.round_size)
+        number, own = divmod(turn, self.virtual_stages)
+        own = own if work is StageWork.FORWARD else self.virtual_stages - 1 - own
+        return Action(own * self.ranks + self.rank, work, number * self.round_size + place)
+
+
+class Kept(NamedTuple):
+    """Of each stage of a rank, the micro-batches in flight, whose forward has begun and whose backward has not ended;
+    and those with weight gradients to come, whose backward has begun."""
+
+    in_flight: tuple[int, ...]
+    deferred: tuple[int, ...]
+
+
+def kept_during(order: Sequence[Action], ranks: int) -> Iterator[tuple[Action, Kept]]:
+    """Yields each action of a rank with what its stages keep during it."""
+    number = max(action.stage for action in order) // ranks + 1
+    in_flight, deferred = [0] * number, [0] * number
+    defers = any(action.work is StageWork.WEIGHTS for action in order)
     for action in order:
         own = action.stage // ranks
-        counts[own] += action.is_forward
-        yield action, tuple(counts)
-        counts[own] -= not action.is_forward
+        in_flight[own] += action.work is StageWork.FORWARD
+        deferred[own] += defers and action.work is StageWork.BACKWARD
+        yield action, Kept(tuple(in_flight), tuple(deferred))
+        in_flight[own] -= action.work is StageWork.BACKWARD
+        deferred[own] -= action.work is StageWork.WEIGHTS
 
 
 def waiting_during(every: Sequence[Sequence[Action]]) -> list[list[tuple[Action, ...]]]:
@@ -94,11 +147,21 @@ def waiting_during(every: Sequence[Sequence[Action]]) -> list[list[tuple[Action,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of a micro-batch in a stage, and of sending what the stage gives to the next (0 for the last)."""
+    """Seconds of a micro-batch in a stage, and of sending what the stage gives to the next (0 for the last).
+    `weights_s` are those of weight gradients that are no part of the backward."""
 
     forward_s: float
     backward_s: float
     send_s: float
+    weights_s: float = 0.0
+
+    def of(self, work: StageWork) -> float:
+        """The seconds of some work."""
+        return {
+            StageWork.FORWARD: self.forward_s,
+            StageWork.BACKWARD: self.backward_s,
+            StageWork.WEIGHTS: self.weights_s,
+        }[work]
 
 
 class Run(NamedTuple):
@@ -114,7 +177,7 @@ class Run(NamedTuple):
 
 
 def seconds_of(every: Sequence[Sequence[Action]], times: Sequence[StageTimes]) -> float:
-    """Seconds from the first forward to the last backward, where a rank computes while it sends; as `runs_of`."""
+    """Seconds from the first forward to the last action, where a rank computes while it sends; as `runs_of`."""
     return max(run.end_s for run in runs_of(every, times))
 
 
@@ -139,7 +202,7 @@ def runs_of(
         action = every[rank][place[rank]]
         own = times[action.stage]
         start = max(free[rank], arrived.get(action, 0.0))
-        begin = sent = end = start + (own.forward_s if action.is_forward else own.backward_s)
+        begin = sent = end = start + own.of(action.work)
         place[rank] += 1
         following = _following(action, last)
         if following is not None:
@@ -161,16 +224,20 @@ def runs_of(
 
 
 def _following(action: Action, last: int) -> Action | None:
-    """The action that waits for what an action gives, None after the backward of the first stage."""
-    if action.is_forward:
-        return action._replace(stage=action.stage + 1) if action.stage < last else action._replace(is_forward=False)
-    return action._replace(stage=action.stage - 1) if action.stage else None
+    """The action that waits for what an action gives; None after the backward of the first stage, and after weight
+    gradients, which no stage waits for."""
+    if action.work is StageWork.FORWARD:
+        return (
+            action._replace(stage=action.stage + 1) if action.stage < last else action._replace(work=StageWork.BACKWARD)
+        )
+    return action._replace(stage=action.stage - 1) if action.work is StageWork.BACKWARD and action.stage else None
 
 
 def _needs_nothing(action: Action) -> bool:
-    return action.is_forward and action.stage == 0
+    """True for a micro-batch's first forward, and for weight gradients, for which their rank has what they read."""
+    return action.work is StageWork.WEIGHTS or (action.work is StageWork.FORWARD and action.stage == 0)
 
 
 def _ends(action: Action, last: int) -> bool:
     """True for a backward that begins at the loss."""
-    return not action.is_forward and action.stage == last
+    return action.work is StageWork.BACKWARD and action.stage == last

@@ -38,6 +38,28 @@ def is_captured(node: Any) -> bool:
     return False
 
 
+#: nodes whose backward reads no tensor of the forward
+_READ_NOTHING = frozenset({"ToCopyBackward0", "ViewBackward0", "TBackward0", "SelectBackward0", "AliasBackward0"})
+
+
+def leaf_only_copied(tensor: Tensor) -> Tensor | None:
+    """The leaf that a tensor is, or is made of by functions which keep no tensors for backward and read no other: of
+    such a tensor a backward may begin any number of times. None for any other tensor."""
+    node = tensor.grad_fn
+    if node is None:
+        return tensor
+    while not hasattr(node, "variable"):
+        kept = getattr(node, "_raw_saved_tensors", None)
+        if kept if kept is not None else node.name() not in _READ_NOTHING:
+            return None
+        following = [before for before, _ in node.next_functions if before is not None]
+        if len(following) != 1:
+            return None
+        (node,) = following
+    found: Tensor = node.variable
+    return found
+
+
 def below_autograd() -> contextlib.AbstractContextManager[object]:
     """A context in which ops skip autograd: their results carry no gradient."""
     found: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()

@@ -23,6 +23,7 @@ from tpplan.torch_internals.probes import Probe
 __all__ = [
     "PROBES",
     "FSDPParamGroup",
+    "end_of_backwards",
     "follows_statistics",
     "gathered",
     "group_of",
@@ -109,6 +110,11 @@ def group_of(module: FSDPModule) -> FSDPParamGroup | None:
 def gathered(parameter: Any) -> nn.Parameter | None:
     """One of a group's parameters as FSDP2 gathers it; None where it has gathered none yet."""
     return parameter.unsharded_param if hasattr(parameter, "_unsharded_param") else None
+
+
+def end_of_backwards(root: FSDPModule) -> None:
+    """Lets FSDP2 end the running backward as one that reduces all that has accumulated, wherever it was computed."""
+    root._get_fsdp_state()._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
 
 def unit_name(group: FSDPParamGroup) -> str:

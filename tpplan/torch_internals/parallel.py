@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
 
 from tpplan.torch_internals.modules import group_of
@@ -23,6 +23,7 @@ __all__ = [
     "PROBES",
     "FSDPMemTracker",
     "FrugalStage",
+    "LoopedSchedule",
     "LoopedStage",
     "MemTracker",
     "Tracker",
@@ -53,10 +54,19 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 
 # ---- pipelines
 
+#: schedules of stages that send on their own (LoopedStage)
+LoopedSchedule = ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
 
-def orders_of(schedule: ScheduleInterleaved1F1B) -> list[list[tuple[int, bool, int]]]:
-    """The actions of each rank under a schedule, in order: (stage, True for a forward, micro-batch)."""
-    kinds = {_ComputationType.FORWARD: True, _ComputationType.FULL_BACKWARD: False}
+
+def orders_of(schedule: LoopedSchedule) -> list[list[tuple[int, str, int]]]:
+    """The actions of each rank under a schedule, in order: (stage, what it does, micro-batch). What it does is
+    "forward", "backward" (with or without weights' gradients) or "weight gradients"."""
+    kinds = {
+        _ComputationType.FORWARD: "forward",
+        _ComputationType.FULL_BACKWARD: "backward",
+        _ComputationType.BACKWARD_INPUT: "backward",
+        _ComputationType.BACKWARD_WEIGHT: "weight gradients",
+    }
     return [
         [
             (action.stage_index, kinds[action.computation_type], int(action.microbatch_index or 0))

@@ -159,6 +159,10 @@ class Reducer:
             self._await_summands(slot)
             self._queue(running_backward())
 
+    def reduce_at_the_end(self) -> None:
+        """Queues the reduction at the end of the running backward."""
+        self._queue(running_backward())
+
     def _await_summands(self, slot: Slot) -> None:
         """Makes the slot's gradient a summand, to which others are added before it is reduced."""
         if not slot.has_partial_gradient:

@@ -99,13 +99,27 @@ class TiedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredPlan:
+    """The weights' gradients of a micro-batch that a stage can compute apart from the backward: their seconds, the
+    bytes that are kept for them from the backward on, and the bytes of the largest of them."""
+
+    seconds: Amount = 0.0
+    kept_bytes: Amount = 0.0
+    largest_bytes: Amount = 0.0
+
+
+NOTHING_DEFERRED = DeferredPlan()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
     parameters that only other stages read, `tied` those that others read too. The tensors that layer `received` gives
     on the stage before come in (`receives`); those that layer `last` gives go out. A stage keeps the activations of up
     to `in_flight` micro-batches at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other
     stages and of received and sent tensors. Parameters, gradients, states, and what stays gathered of a stage that does
-    not run are `resting_bytes`. `micro_batch` is the batch that these shapes are for."""
+    not run are `resting_bytes`. `deferred` is what a zero-bubble schedule would defer, or does. `micro_batch` is the
+    batch that these shapes are for."""
 
     index: Size
     count: Count
@@ -121,6 +135,7 @@ class StagePlan:
     kept_bytes: Amount = 0.0
     resting_bytes: Amount = 0.0
     tied: tuple[TiedPlan, ...] | None = None
+    deferred: DeferredPlan = NOTHING_DEFERRED
 
     @property
     def ties(self) -> tuple[TiedPlan, ...]:
@@ -131,7 +146,8 @@ class StagePlan:
     def bare(self) -> "StagePlan":
         """The stage without what a rank holds, and of whole tensors: what it runs."""
         stage = self.with_slices(None)
-        return replace(stage, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
+        nothing = dict.fromkeys(("beside_bytes", "kept_bytes", "resting_bytes"), 0.0)
+        return replace(stage, in_flight=1, deferred=NOTHING_DEFERRED, **nothing)  # type: ignore[arg-type]
 
     @property
     def outline(self) -> "StagePlan":

@@ -3,14 +3,14 @@
 The model in one stage is solved first. A shape is left out where the floor of the cuts that balance its ranks is not
 below the best plan: the least that the operators of its fullest rank take at any tp degree and micro-batch, and what it
 waits for while the pipeline fills and drains (tpplan.search.pipelines.stage_loads). The others are tried, those of one
-stage a GPU first, which are solved soonest, and of both kinds the least floor first.
+stage a GPU first, which are solved soonest, and of both kinds the least floor first. Of the best of either kind it is
+then tried whether a zero-bubble schedule is faster.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError, first_line
 from tpplan.core.mesh import divisors
@@ -19,15 +19,13 @@ from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.solve_stages import TOO_SLOW, Search, why_no_parts
+from tpplan.search.pipelines.solve_stages import TOO_SLOW, UNDEFERRED, Search, saying, why_no_parts
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
 from tpplan.search.points.request import Request
 
 logger = logging.getLogger(__name__)
-
-P = TypeVar("P", Plan, PipelinePlan)
 
 #: stages a part that are tried
 VIRTUAL_STAGES = (1, 2, 4, 8)
@@ -65,12 +63,12 @@ def solve_any(
     )
     best, left = _fastest(solver, whole, progress)
     if best is None:
-        return _saying(whole or solve_request(request, options, reuse, prove=prove), (TOO_SLOW, *left))
+        return saying(whole or solve_request(request, options, reuse, prove=prove), (TOO_SLOW, *left))
     shape, degrees = best
     found = Search(solver=solver, shape=shape, progress=progress).found(prove=prove, degrees=degrees)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
-        return _saying(whole, (TOO_SLOW, *left))
-    return _saying(found, left)
+        return saying(whole, (TOO_SLOW, *left))
+    return saying(found, left)
 
 
 def _fastest(
@@ -79,7 +77,7 @@ def _fastest(
     """The shape with the fastest step and its degrees, None where the whole model is faster; and lines on shapes that
     were left out or that cannot be, one for each kind of reason."""
     least = whole.predicted.step_time_s if whole is not None else float("inf")
-    best: tuple[PipelineShape, Degrees] | None = None
+    best: dict[bool, tuple[Search, float, Degrees]] = {}
     why_not: dict[type[Exception], str] = {}
     searches: list[tuple[float, PipelineShape, Search]] = []
     for shape in _shapes(solver.cluster):
@@ -106,10 +104,25 @@ def _fastest(
             why_not.setdefault(type(error), first_line(error))
             continue
         if found is not None:
-            least, best = found[0], (shape, found[1])
+            least, best[shape.virtual_stages > 1] = found[0], (search, *found)
     said = tuple(f"{shape.option}, whose floor is higher than those of {MOST_SHAPES} others" for shape in left)
     said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
-    return best, (*said, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
+    said += (UNDEFERRED, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
+    return _with_schedule([best[key] for key in sorted(best, key=lambda key: best[key][1])], least), said
+
+
+def _with_schedule(
+    found: Sequence[tuple[Search, float, Degrees]], least: float
+) -> tuple[PipelineShape, Degrees] | None:
+    """The shape, with its schedule, and the degrees of the fastest step of those found, the fastest first, or of their
+    like with a zero-bubble schedule."""
+    best: tuple[PipelineShape, Degrees] | None = None
+    for search, _, degrees in found:
+        best = best or (search.shape, degrees)
+        deferred = search.deferred(degrees, least)
+        if deferred is not None:
+            least, best = deferred[0], deferred[1:]
+    return best
 
 
 def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:
@@ -118,8 +131,3 @@ def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:
         if not why_no_parts(parts, cluster):
             for virtual in VIRTUAL_STAGES:
                 yield PipelineShape(parts=parts, virtual_stages=virtual)
-
-
-def _saying(plan: P, left: tuple[str, ...]) -> P:
-    """The plan with what was not searched."""
-    return replace(plan, solver=replace(plan.solver, unsearched=(*(plan.solver.unsearched or ()), *left)))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tpplan.plan.pipeline_plan import Schedule
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
@@ -43,7 +44,7 @@ class LeastStep:
     def seconds(self, own: Mapping[Kind, Plan]) -> float:
         """Seconds that no step is below in which stages of some kinds have plans."""
         found = least_step_s(*self._seconds(own), self.shape)
-        return found if self.shape.virtual_stages == 1 else max(found, self.simulated({}))
+        return max(found, self.simulated({})) if self.shape.schedule is Schedule.INTERLEAVED else found
 
     def simulated(self, own: Mapping[Kind, Plan]) -> float:
         """Seconds of an interleaved step, simulated, in which stages of some kinds have plans. No bound but without
@@ -54,7 +55,9 @@ class LeastStep:
         for kind, stage, seconds in zip(self.kinds, self.stages, each_s, strict=True):
             send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
             plan = own.get(kind)
-            times.append(split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, steps, send_s))
+            times.append(
+                split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, self.shape, steps, send_s)
+            )
         once = [step - steps * one for step, one in zip(steps_s, each_s, strict=True)]
         return simulated_s(times, once, self.shape, steps)
 
@@ -66,7 +69,7 @@ class LeastStep:
         steps_s, each_s = self._seconds(own)
         parts = self.shape.parts
         is_like = [other == kind for other in self.kinds]
-        if self.shape.virtual_stages == 1:
+        if self.shape.is_one_f_one_b:
             return least - sum(each_s) + max(each_s)
         found = math.inf
         for rank in range(parts):
@@ -74,7 +77,8 @@ class LeastStep:
                 seconds for seconds, like in zip(steps_s[rank::parts], is_like[rank::parts], strict=True) if not like
             )
             if number := sum(is_like[rank::parts]):
-                found = min(found, (least - rest - sum(each_s[:rank])) / number)
+                filling = 0.0 if self.shape.is_zero_bubble else sum(each_s[:rank])
+                found = min(found, (least - rest - filling) / number)
         return found
 
     def _seconds(self, own: Mapping[Kind, Plan]) -> tuple[list[float], list[float]]:

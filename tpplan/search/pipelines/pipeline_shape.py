@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from tpplan.plan.pipeline_plan import Schedule
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.stages.schedule import Action, orders, waiting_during
 
 #: the numbers of layers of all stages
@@ -14,10 +14,18 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PipelineShape:
-    """A pipeline of `parts` parts with `virtual_stages` stages each; part i has stages i, i + parts, ..."""
+    """A pipeline of `parts` parts with `virtual_stages` stages each; part i has stages i, i + parts, ... With
+    `is_zero_bubble` they defer weights' gradients."""
 
     parts: int
     virtual_stages: int = 1
+    is_zero_bubble: bool = False
+
+    @classmethod
+    def of(cls, plan: PipelinePlan) -> "PipelineShape":
+        """The shape of a plan's pipeline."""
+        is_zero_bubble = plan.schedule is Schedule.ZERO_BUBBLE
+        return cls(parts=plan.parts, virtual_stages=plan.virtual_stages, is_zero_bubble=is_zero_bubble)
 
     @property
     def count(self) -> int:
@@ -27,13 +35,20 @@ class PipelineShape:
     @property
     def schedule(self) -> Schedule:
         """The schedule of such a pipeline."""
+        if self.is_zero_bubble:
+            return Schedule.ZERO_BUBBLE
         return Schedule.INTERLEAVED if self.virtual_stages > 1 else Schedule.ONE_F_ONE_B
+
+    @property
+    def is_one_f_one_b(self) -> bool:
+        """True where a rank has one stage, and waits for what it sends."""
+        return self.schedule is Schedule.ONE_F_ONE_B
 
     @property
     def option(self) -> str:
         """The command line's options for this shape."""
         virtual = f" --virtual-stages {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        return f"--pp {self.parts}{virtual}"
+        return f"--pp {self.parts}{virtual}{f' --schedule {self.schedule}' if self.is_zero_bubble else ''}"
 
     def orders(self, micro_batches: int) -> Sequence[Sequence[Action]]:
         """The actions of the ranks in a step, in order."""

@@ -4,6 +4,10 @@ A stage that does not run holds its parameters, gradients and states, and for ea
 that its backward needs, the tensors that it received and those that it sent: torch's schedules keep both until the
 backward. The stage that runs receives the gradients of what it sent besides. How many micro-batches each stage has in
 flight follows from the schedule's order (tpplan.stages.schedule).
+
+Where a schedule defers weights' gradients, all that their products read is held from the backward on. In the backward
+of the running micro-batch it takes the place of the activations, so that the larger of the two counts: an estimate, as
+either may grow and shrink unevenly.
 """
 
 import math
@@ -15,6 +19,7 @@ from tpplan.plan.parts import BESIDE, SAVED
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.plan.proof_hash import as_proven
 from tpplan.plan.sections.ranks import StagePlan, TensorPlan
+from tpplan.plan.step_anatomy import StageWork
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.stages.schedule import kept_during
 
@@ -44,7 +49,7 @@ def num_bytes(tensors: Sequence[TensorPlan], tp: int) -> int:
 def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
     """By rank the most micro-batches that its stages have in flight together."""
     every = shape.orders(micro_batches)
-    return [max(sum(counts) for _, counts in kept_during(order, shape.parts)) for order in every]
+    return [max(sum(kept.in_flight) for _, kept in kept_during(order, shape.parts)) for order in every]
 
 
 def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int, like: int) -> Held:
@@ -62,21 +67,31 @@ def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int, 
     most = [-1.0] * len(stages)
     crossing = [(num_bytes(stage.receives, tp), num_bytes(stage.sends, tp)) for stage in stages]
     for rank, (order, waiting) in enumerate(shape.received(micro_batches)):
-        for (action, counts), early in zip(kept_during(order, shape.parts), waiting, strict=True):
-            running = stages[action.stage]
-            beside = float(_between(running, counts[action.stage // shape.parts], tp))
-            beside += sum(crossing[one.stage][0 if one.is_forward else 1] for one in early)
-            for place, count in enumerate(counts):
+        for (action, kept), early in zip(kept_during(order, shape.parts), waiting, strict=True):
+            running, own = stages[action.stage], action.stage // shape.parts
+            in_flight = kept.in_flight[own] + (action.work is StageWork.WEIGHTS)  # the one that runs is in flight
+            beside = float(_between(running, in_flight, tp))
+            if kept.deferred[own] and action.work is not StageWork.FORWARD:
+                beside -= _takes_the_place(running)
+            beside += sum(crossing[one.stage][0 if one.work is StageWork.FORWARD else 1] for one in early)
+            for place, (count, deferred) in enumerate(zip(kept.in_flight, kept.deferred, strict=True)):
                 other = place * shape.parts + rank
+                beside += deferred * stages[other].deferred.kept_bytes
                 if other != action.stage:
                     beside += stages[other].resting_bytes
                     beside += count * (stages[other].kept_bytes + sum(crossing[other]))
-            in_flight = counts[action.stage // shape.parts]
             total = beside + (in_flight - 1) * running.kept_bytes
             if total > most[action.stage]:
                 most[action.stage] = total
                 found[action.stage] = Held(in_flight=in_flight, beside_bytes=beside)
     return [one for one in found if one is not None]
+
+
+def _takes_the_place(stage: StagePlan) -> float:
+    """Bytes of a running micro-batch's activations in whose place its backward keeps what is deferred, of which the
+    largest gradient is made while it is kept."""
+    deferred = stage.deferred
+    return min(deferred.kept_bytes, max(0.0, stage.kept_bytes - deferred.largest_bytes))
 
 
 def _between(stage: StagePlan, in_flight: int, tp: int) -> float:

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from operator import attrgetter
+from typing import TypeVar
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
-from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule, why_unscheduled
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.expert_degrees import ACROSS
@@ -40,8 +41,10 @@ UNSEARCHED = (
     "micro-batches above one that is slower than the one below it",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
-    "zero-bubble schedules; stages of different tp or fsdp degrees",
+    "stages of different tp or fsdp degrees",
 )
+#: the same of a schedule that was not asked for
+UNDEFERRED = "zero-bubble schedules but at the degrees that are the best of 1f1b and of interleaved schedules"
 
 
 #: the same of graphs that were not traced
@@ -55,6 +58,7 @@ def solve_stages(
     *,
     stages: int,
     virtual_stages: int = 1,
+    schedule: Schedule | None = None,
     cluster: Cluster,
     global_batch: int,
     seq_len: int,
@@ -64,13 +68,15 @@ def solve_stages(
     progress: Progress | None = None,
 ) -> PipelinePlan:
     """The fastest plan, as predicted, of a model in stages on equal parts of all GPUs: `stages` parts, each of which
-    has `virtual_stages` stages. One a part is scheduled by 1F1B, more are interleaved.
+    has `virtual_stages` stages. One a part is scheduled by 1F1B, more are interleaved; by default a zero-bubble
+    schedule takes the place of either where a step is then shorter.
 
-    Raises UsageError for a number of parts that does not divide the GPUs, or for which the model has too few places to
-    be cut (with the reasons), ModelError, ProfileError, SolverError, IndivisibleError where no mesh has as many
-    micro-batches as the schedule needs, and InfeasibleError where no plan fits.
+    Raises UsageError for a number of parts that does not divide the GPUs, for which the model has too few places to be
+    cut (with the reasons), or that the schedule cannot run, ModelError, ProfileError, SolverError, IndivisibleError
+    where no mesh has as many micro-batches as the schedule needs, and InfeasibleError where no plan fits.
     """
-    if problem := why_no_parts(stages, cluster):
+    shape = PipelineShape(parts=stages, virtual_stages=virtual_stages, is_zero_bubble=schedule is Schedule.ZERO_BUBBLE)
+    if problem := why_no_parts(stages, cluster) or why_not_scheduled(schedule, shape, options):
         raise UsageError(problem)
     cluster = replace(cluster, profile=cluster.load_profile())
     solver = StageSolver(
@@ -80,8 +86,39 @@ def solve_stages(
         batch=Batch(global_batch, micro_batch, seq_len),
         options=replace(options, all_gpus=True),
     )
-    shape = PipelineShape(parts=stages, virtual_stages=virtual_stages)
-    return Search(solver=solver, shape=shape, progress=progress).found(prove=prove)
+    search = Search(solver=solver, shape=shape, progress=progress)
+    if schedule is not None:
+        return search.found(prove=prove)
+    best = search.best()
+    assert best is not None, "no step is slower than infinitely many seconds"
+    seconds, degrees = best
+    if (deferred := search.deferred(degrees, seconds)) is not None:
+        _, shape, degrees = deferred
+    return saying(replace(search, shape=shape).found(prove=prove, degrees=degrees), (UNDEFERRED,))
+
+
+def why_not_scheduled(schedule: Schedule | None, shape: PipelineShape, options: Options) -> str:
+    """Why a schedule that is asked for cannot run pipelines of a shape, with what to do; "" where it can, or none is
+    asked for."""
+    if schedule is Schedule.ZERO_BUBBLE and options.compile:
+        return (
+            f"--schedule {schedule} with --compile: torch.compile joins the products of weights' gradients, which the "
+            "schedule defers, to the rest of a backward: leave one of the two out"
+        )
+    if schedule not in (None, shape.schedule):
+        return (
+            f"--schedule {schedule} with {shape.virtual_stages} stages a GPU: {Schedule.ONE_F_ONE_B} takes "
+            f"--virtual-stages 1, {Schedule.INTERLEAVED} 2 or more"
+        )
+    return ""
+
+
+P = TypeVar("P", Plan, PipelinePlan)
+
+
+def saying(plan: P, left: tuple[str, ...]) -> P:
+    """The plan with more of what was not searched."""
+    return replace(plan, solver=replace(plan.solver, unsearched=(*(plan.solver.unsearched or ()), *left)))
 
 
 def why_no_parts(parts: int, cluster: Cluster) -> str:
@@ -232,17 +269,31 @@ class Search:
 
     def _fastest(self, degrees: Degrees, least: float) -> _Found:
         """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
-        a step; or, unless that is pinned, in this way of crossing for every micro-batch."""
+        a step; or, unless that is pinned or weights' gradients are deferred, in this way of crossing for every
+        micro-batch."""
         found: dict[Degrees, _Found] = {}
         for dim in self._dims_to_slice(degrees):
             once = replace(degrees, once=True, sliced=dim)
             found[once] = self._unless_slower(once, least)
             least = min(least, found[once][0])
-        if not self.solver.options.whole_gradients:
+        if not (self.solver.options.whole_gradients or self.shape.is_zero_bubble):
             sliced = min(found, key=lambda way: found[way][0]).sliced
             often = replace(degrees, once=False, sliced=sliced)
             found[often] = self._unless_slower(often, least)
         return min(found.values(), key=_order)
+
+    def deferred(self, degrees: Degrees, least: float) -> tuple[float, PipelineShape, Degrees] | None:
+        """The seconds, shape and degrees of a step with a zero-bubble schedule, at degrees that are the best of this
+        shape's, with weights gathered and gradients reduced once; None where it takes `least` or longer."""
+        shape = replace(self.shape, is_zero_bubble=True)
+        steps = self.solver.steps(shape, degrees)
+        if why_unscheduled(shape.schedule, shape.parts, shape.virtual_stages, steps):
+            return None
+        if why_not_scheduled(shape.schedule, shape, self.solver.options):
+            return None
+        fsdp = degrees.fsdp if degrees.once else self.solver.options.fsdp or 0
+        seconds, own = replace(self, shape=shape)._unless_slower(replace(degrees, once=True, fsdp=fsdp), least)
+        return None if own is None or seconds >= least else (seconds, shape, own)
 
     def _unless_slower(self, degrees: Degrees, least: float) -> _Found:
         """The step at these degrees, unless it takes `least` or longer."""

@@ -120,10 +120,12 @@ def least_step_s(steps_s: Sequence[float], each_s: Sequence[float], shape: Pipel
     """Seconds that a step is not below, of stages with least seconds for a step and for one micro-batch of it.
 
     With one stage a rank all others are waited for while the pipeline fills and drains, with several those before a
-    rank's first.
+    rank's first; where weights' gradients are deferred, none is known to be.
     """
-    if shape.virtual_stages == 1:
+    if shape.is_one_f_one_b:
         return max(steps_s) + sum(each_s) - max(each_s)
+    if shape.is_zero_bubble:
+        return max(sum(steps_s[rank :: shape.parts]) for rank in range(shape.parts))
     return max(sum(steps_s[rank :: shape.parts]) + sum(each_s[:rank]) for rank in range(shape.parts))
 
 

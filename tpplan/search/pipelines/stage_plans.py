@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from tpplan.plan.pipeline_plan import Schedule
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.best_first import NotFasterError
@@ -136,7 +137,8 @@ class AllStages:
         """Seconds of a step in which stages of some kinds have plans: a bound, or with several stages a rank, whose bar
         is an assumption, the longer of that and a simulation."""
         found = self._bounds.seconds(own)
-        return found if self.shape.virtual_stages == 1 else max(found, self._bounds.simulated(own))
+        is_simulated = self.shape.schedule is Schedule.INTERLEAVED
+        return max(found, self._bounds.simulated(own)) if is_simulated else found
 
     def _fastest(self, kind: Kind, cutoff_s: float = math.inf) -> Plan | None:
         """The fastest plan of a kind of stages, with one micro-batch in flight; None where it does not fit. Raises
@@ -243,7 +245,8 @@ class AllStages:
         kept = []
         for stage, plan in zip(self.stages, plans, strict=True):
             assert plan.stage is not None
-            kept.append(replace(stage, kept_bytes=plan.stage.kept_bytes, resting_bytes=plan.stage.resting_bytes))
+            names = ("kept_bytes", "resting_bytes", "deferred")
+            kept.append(replace(stage, **{name: getattr(plan.stage, name) for name in names}))
         everything = held(kept, self.shape, plans[0].batch.accumulation_steps, self.degrees.tp)
         return [with_held(plan, own) for plan, own in zip(plans, everything, strict=True)]
 

@@ -220,10 +220,10 @@ class StageSolver:
 
     def even_floor(self, shape: PipelineShape, degrees: Degrees) -> float:
         """Seconds that no step at these degrees is below, whatever the cuts: the least compute and tp collectives of
-        the whole model, evenly on all parts; and with one stage a rank, where all others are waited for, as many
-        micro-batches of waiting as an even pipeline has."""
+        the whole model, evenly on all parts; and by 1F1B, where all other stages are waited for, as many micro-batches
+        of waiting as an even pipeline has."""
         groups = self.gpus(shape).gpus // (degrees.tp * degrees.ep)
-        waiting = (shape.parts - 1) / self.steps(shape, degrees) if shape.virtual_stages == 1 else 0.0
+        waiting = (shape.parts - 1) / self.steps(shape, degrees) if shape.is_one_f_one_b else 0.0
         return self.points(degrees.ep).floor(degrees.fewest) / (groups * shape.parts) * (1 + waiting)
 
     def floor(self, shape: PipelineShape, degrees: Degrees) -> float:

@@ -5,8 +5,9 @@ and drains, one micro-batch of each other stage (Narayanan et al., "Efficient La
 Clusters Using Megatron-LM", 2021, section 2.2, for stages that take different times). What is sent between stages is
 not hidden: torch's schedule waits for it. Gradients of parameters that several stages have are exchanged once a step.
 
-An interleaved step is simulated action by action (tpplan.stages.schedule), as torch's schedule computes while it sends.
-A backward, without what it recomputes, counts as two forwards. What a stage does once a step follows its last backward.
+An interleaved or zero-bubble step is simulated action by action (tpplan.stages.schedule), as torch's schedule computes
+while it sends. A backward, without what it recomputes, counts as two forwards; of it the deferred products of weights'
+gradients take what the profile says. What a stage does once a step follows its last action.
 """
 
 import math
@@ -38,7 +39,7 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
         0.0 if plan.stage is None else seconds_between(plan.stage, plan.mesh.tp, shape, cluster) for plan in plans
     ]
     tied_s = _seconds_of_ties(plans, shape, cluster)
-    if shape.virtual_stages > 1:
+    if not shape.is_one_f_one_b:
         return _simulated(plans, between, shape, tied_s)
     each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
     slowest = max(plan.predicted.step_time_s for plan in plans)
@@ -52,7 +53,7 @@ def _simulated(
     plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape, tied_s: float
 ) -> PipelinePrediction:
     steps = plans[0].batch.accumulation_steps
-    times = [times_of(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
+    times = [times_of(plan, shape, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
     once = [seconds_once(plan) for plan in plans]
     ranks = [plans[rank :: shape.parts] for rank in range(shape.parts)]
     slowest = max(sum(plan.predicted.step_time_s for plan in own) for own in ranks)
@@ -68,7 +69,7 @@ def _simulated(
 
 
 def simulated_s(every: Sequence[StageTimes], once: Sequence[float], shape: PipelineShape, steps: int) -> float:
-    """Seconds of an interleaved step of `steps` micro-batches, of stages with some seconds of a micro-batch and some
+    """Seconds of a simulated step of `steps` micro-batches, of stages with some seconds of a micro-batch and some
     that a step takes `once`."""
     at_the_end = max(sum(once[rank :: shape.parts]) for rank in range(shape.parts))
     return seconds_of(shape.orders(steps), every) + at_the_end
@@ -108,11 +109,15 @@ def _seconds_of_a_pair(one: int, other: int, size: float, shape: PipelineShape, 
     return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * size).seconds
 
 
-def times_of(plan: Plan, steps: int, send_s: float) -> StageTimes:
+def times_of(plan: Plan, shape: PipelineShape, steps: int, send_s: float) -> StageTimes:
     """Seconds of a micro-batch in a stage, of `steps` in a step."""
     seconds = _seconds_of_a_micro_batch(plan, steps)
     again = min(seconds, plan.predicted.time_s.get(RECOMPUTATION, 0.0) / steps)
-    return split_times(seconds, again, send_s)
+    times = split_times(seconds, again, send_s)
+    if not shape.is_zero_bubble or plan.stage is None:
+        return times
+    weights = min(plan.stage.deferred.seconds, times.backward_s)
+    return replace(times, backward_s=times.backward_s - weights, weights_s=weights)
 
 
 def split_times(seconds: float, again_s: float, send_s: float) -> StageTimes:

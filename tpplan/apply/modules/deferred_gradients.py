@@ -1,0 +1,119 @@
+"""Defers weights' gradients: a backward computes the gradients of inputs, and those of weights follow when asked for.
+
+    deferral = Deferral()
+    with deferral.deferring():
+        deferral.begin(key)
+        loss = ...                          # a forward
+        loss.backward()                     # gradients of all but the weights of linear layers
+        deferral.weight_gradients(key)      # and those of these weights
+
+The backward of y = x W^T + b makes two products, dx = dy W and dW = dy^T x, and no other op waits for the second: a
+stage of a pipeline sends dx back first, and makes dW where it would wait [Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023, arXiv:2401.10241, section 2]. Until then x and dy are kept.
+
+Deferred are products by torch.nn.functional.linear whose weight is a parameter, or a rank's part of one. Whatever else
+a model computes with parameters, such as norms, lookups and biases, has its gradients in the backward.
+"""
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from tpplan.torch_internals.autograd import leaf_only_copied
+from tpplan.torch_internals.tensors import is_of_functorch
+
+_linear = functional.linear
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Deferral:
+    """The products of weights' gradients that are deferred, by the forward whose they are, in the order of backward."""
+
+    #: by the forward's key: (x, gradient of y, weight)
+    products: dict[Hashable, deque[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
+    #: key of the forward or backward that runs
+    running: Hashable = None
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """A step runs inside: linear layers defer their weights' gradients, in forwards and in what backwards run
+        again. All that is deferred has to be computed inside; what a step that failed has left is dropped."""
+        self.products.clear()
+
+        @functools.wraps(_linear)
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            found: Tensor
+            if has_torch_function((x, weight, bias)):  # a mode sees the model's own call, and none inside
+                given = tuple(tensor for tensor in (x, weight, bias) if tensor is not None)
+                found = handle_torch_function(linear, given, x, weight, bias)
+            else:
+                found = self._linear(x, weight, bias)
+            return found
+
+        with patch.object(functional, "linear", linear):
+            yield
+        assert not self.products, f"weights' gradients were deferred and never computed: {list(self.products)}"
+
+    def begin(self, key: Hashable) -> None:
+        """Names the forward that runs next, or whose backward does, which may run it again."""
+        self.running = key
+
+    def weight_gradients(self, key: Hashable) -> None:
+        """Computes the deferred gradients of a forward whose backward has ended, and accumulates them."""
+        products = self.products.pop(key, deque())
+        while products:
+            x, gradient, weight = products.popleft()
+            with torch.no_grad():
+                own = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+            del x, gradient
+            weight.backward(own)  # type: ignore[no-untyped-call]
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not is_of_functorch(x)
+        if torch.compiler.is_compiling() or not is_plain or not (torch.is_grad_enabled() and x.requires_grad):
+            return _linear(x, weight, bias)
+        if not weight.requires_grad or not isinstance(leaf_only_copied(weight), nn.Parameter):
+            return _linear(x, weight, bias)
+        found: Tensor = _Linear.apply(x, weight.detach(), bias, _Target(self, self.running, weight))  # type: ignore[no-untyped-call]
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """Where a product is deferred to. Autograd does not look inside: to it the weight needs no gradient."""
+
+    deferral: Deferral
+    key: Hashable
+    weight: Tensor
+
+    def defer(self, x: Tensor, gradient: Tensor) -> None:
+        self.deferral.products.setdefault(self.key, deque()).append((x, gradient, self.weight))
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., in] times weight [out, in], plus bias [out]: with the gradients of x and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: _Target) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.target = target
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.target.defer(x, gradient)
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias, None
