@@ -29,6 +29,7 @@ from tpplan.apply.modules.deferred_gradients import Deferral
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Precision
+from tpplan.plan.sections.ranks import NOTHING_DEFERRED
 from tpplan.search.points.options import Options
 
 ZERO_BUBBLE = Schedule.ZERO_BUBBLE
@@ -70,7 +71,9 @@ def test_weight_gradients_of_linear_layers_alone_are_deferred() -> None:
         assert of_x is not None
         assert torch.allclose(x.grad, of_x, rtol=1e-4)
         assert len(deferral.products["one"]) == 4  # first, twice, and part[1]
-        deferral.weight_gradients("one")
+        parameters = list(deferral.parameters("one"))
+        assert [id(own) for own in deferral.weight_gradients("one")] == list(map(id, parameters))
+    assert parameters[0] is model.part
     assert before == {"first.bias", "twice.bias", "part", "computed"}
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == wanted.keys()
@@ -81,9 +84,11 @@ def test_weight_gradients_of_linear_layers_alone_are_deferred() -> None:
 def test_nothing_is_deferred_without_gradients_outside_and_in_functions_of_torch() -> None:
     layer, x, deferral = nn.Linear(4, 4), torch.randn(3, 4), Deferral()
     with deferral.deferring():
-        layer(x).sum().backward()  # no backward goes on from x
+        layer(x.requires_grad_()).sum().backward()  # nobody asked for it
+        deferral.begin("one")
+        layer(x.detach()).sum().backward()  # no backward goes on from x
         with torch.no_grad():
-            layer(x.requires_grad_())
+            layer(x)
         torch.vmap(lambda row: F.linear(row, layer.weight))(x).sum().backward()
         assert not deferral.products
     layer(x).sum().backward()
@@ -92,6 +97,7 @@ def test_nothing_is_deferred_without_gradients_outside_and_in_functions_of_torch
 
 def test_gradients_that_nobody_computes_are_told() -> None:
     deferral = Deferral()
+    deferral.begin("one")
     with pytest.raises(AssertionError, match="never computed"), deferral.deferring():
         nn.Linear(4, 4)(torch.randn(3, 4, requires_grad=True)).sum().backward()
     with deferral.deferring():  # the next step begins without them
@@ -185,8 +191,9 @@ def test_deferred_products_are_as_many_bytes_as_are_kept() -> None:
     (first, last) = (own.stage for own in plan.stages)
     assert first is not None
     assert last is not None
-    assert first.deferred.kept_bytes == 2 * layer
+    assert first.deferred == NOTHING_DEFERRED  # for its backward no other stage waits
     assert last.deferred.kept_bytes == 2 * layer + size * tokens * (WIDTH + 64)
+    assert last.deferred.largest_bytes == size * 4 * WIDTH * WIDTH
 
 
 def test_plans_and_options_that_cannot_defer_are_refused() -> None:

@@ -10,7 +10,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.step_anatomy import StageRun, StageTimeline, StageWork
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.step_seconds import predicted, seconds_between, seconds_once, times_of
+from tpplan.search.pipelines.step_seconds import exposed_s, predicted, seconds_between, seconds_once, times_of
 from tpplan.search.points.options import Cluster
 from tpplan.stages.schedule import Run, runs_of
 
@@ -71,7 +71,8 @@ def _once(plan: PipelinePlan, runs: Sequence[Run]) -> Iterator[StageRun]:
     for part in range(plan.parts):
         end_s = max(run.sent_s for run in runs if run.rank == part)
         for stage in range(part, len(plan.stages), plan.parts):
-            seconds = seconds_once(plan.stages[stage])
+            own = plan.stages[stage]
+            seconds = seconds_once(own) + exposed_s(own, PipelineShape.of(plan))
             yield StageRun(
                 part=part, stage=stage, work=StageWork.ONCE, micro_batch=None, start_s=end_s, seconds=seconds
             )

@@ -1,6 +1,7 @@
 """Data parallelism of an applied model: FSDP2 over shards, averages over replicas, and when gradients are reduced."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,10 +20,11 @@ from tpplan.apply.expert_parallel import axes_of_experts, shard_experts
 from tpplan.apply.fsdp_over_tp import take_off_tp
 from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.apply.modules.applied_mesh import REPLICATE, SHARD_TP, is_over_tp
+from tpplan.apply.modules.deferred_gradients import Deferral
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
-from tpplan.torch_internals.modules import end_of_backwards, gathered, group_of, own_parameters
+from tpplan.torch_internals.modules import FSDPParamGroup, end_of_backwards, gathered, group_of, own_parameters
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.hooks.checkpoint_context import leave_reentry
 from tpplan.trace.hooks.generated_class import BINDING
@@ -31,6 +33,8 @@ from tpplan.trace.hooks.generated_class import BINDING
 AVERAGER = "_tpplan_averager"
 #: key in the root module's __dict__, there where FSDP keeps whole gradients between micro-batches
 WHOLE_GRADIENTS = "_tpplan_whole_gradients"
+#: key in the root module's __dict__, there where ranks may read different parameters
+UNEVEN_READS = "_tpplan_uneven_reads"
 #: key in the __dict__ of an FSDP unit that stays gathered between micro-batches
 GATHERED_ONCE = "_tpplan_gathered_once"
 
@@ -63,31 +67,45 @@ def accumulate_whole_gradients(model: nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def reduce_what_accumulated(model: nn.Module) -> None:
-    """Reduces the gradients that backwards have accumulated and not reduced, as a step's last backward does. Every rank
-    of the model calls it, outside of backwards."""
+def last_of_a_step(model: nn.Module, deferral: Deferral, key: Hashable) -> None:
+    """Computes the last gradients of a step, which a forward deferred under `key`, and reduces all that has accumulated
+    as a step's last backward does. Every rank of the model calls it."""
     reduce_gradients(model, True)
-    _End.apply(torch.zeros((), requires_grad=True), model).backward()  # type: ignore[no-untyped-call]
+    _LastOfAStep.apply(torch.zeros((), requires_grad=True), model, deferral, key).backward()  # type: ignore[no-untyped-call]
 
 
-class _End(torch.autograd.Function):
-    """A backward of a model that computes nothing; at its end gradients are reduced."""
+class _LastOfAStep(torch.autograd.Function):
+    """A backward that accumulates deferred gradients. FSDP's units end it one by one, as soon as all gradients of a
+    unit have come; but at its end, in one order on all ranks, where ranks may read different parameters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
-        ctx.model = model
+    def forward(ctx: Any, x: Tensor, model: nn.Module, deferral: Deferral, key: Hashable) -> Tensor:
+        ctx.given = model, deferral, key
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        model: nn.Module = ctx.model
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        model, deferral, key = ctx.given
         if isinstance(model, FSDPModule):
             end_of_backwards(model)
         for reducer in _reducers(model):
             reducer.reduce_at_the_end()
         if AVERAGER in model.__dict__:
             model.__dict__[AVERAGER].gradient_comes()
-        return gradient, None
+        groups = {} if UNEVEN_READS in model.__dict__ else _groups_of_parameters(model)
+        left = Counter(id(groups.get(id(own))) for own in deferral.parameters(key))
+        for parameter in deferral.weight_gradients(key):
+            group = groups.get(id(parameter))
+            left[id(group)] -= 1
+            if group is not None and not left[id(group)]:
+                group.post_backward()
+        return gradient, None, None, None
+
+
+def _groups_of_parameters(model: nn.Module) -> dict[int, FSDPParamGroup]:
+    """The parameter group of FSDP that has gathered each parameter, by its id."""
+    found = [group_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return {id(gathered(own)): group for group in found if group is not None for own in group.fsdp_params}
 
 
 def _reducers(model: nn.Module) -> list[Reducer]:
@@ -184,6 +202,7 @@ def shard_data(
     if scalars:
         _replicate(model, plan, mesh, axes, policy.param_dtype)
     if plan.fsdp.uneven_reads:
+        model.__dict__[UNEVEN_READS] = True
         _agree(model, plan, axes, axes_over_tp, of_experts)
     before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
     before(model, ())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.tied_weights import tied_weights
-from tpplan.apply.data_parallel import accumulate_whole_gradients, reduce_gradients, reduce_what_accumulated
+from tpplan.apply.data_parallel import accumulate_whole_gradients, last_of_a_step, reduce_gradients
 from tpplan.apply.modules.deferred_gradients import Deferral
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
@@ -251,8 +251,8 @@ class Pipeline:
 @final
 class _Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
-    to the loss over the number of micro-batches. With a deferral backwards leave out the weights' gradients that it
-    defers."""
+    to the loss over the number of micro-batches. With a deferral the backwards of all stages but the first, for which
+    no other waits, leave out the weights' gradients that it defers."""
 
     def __init__(self, model: nn.Module, stage: StagePlan, steps: int, deferral: Deferral | None) -> None:
         super().__init__()
@@ -260,6 +260,7 @@ class _Runner(nn.Module):
         self.stage = stage
         self.steps = steps
         self.deferral = deferral
+        self.defers = deferral is not None and stage.index > 0
         self.micro_batches: list[Inputs] = []
         self.loss: Loss | None = None
         #: the micro-batch whose backward began last, and the number of those whose backward is complete
@@ -293,11 +294,11 @@ class _Runner(nn.Module):
         """The last backward reduces what has accumulated, unless weights' gradients are still to come."""
         self.in_backward = index
         self._begin(index)
-        reduce_gradients(self.model, self.deferral is None and index == self.steps - 1)
+        reduce_gradients(self.model, index == self.steps - 1 and not self.defers)
 
     def _begin(self, index: int) -> None:
         if self.deferral is not None:
-            self.deferral.begin((self.stage.index, index))
+            self.deferral.begin((self.stage.index, index) if self.defers else None)
 
     def weight_gradients(self) -> Callable[[], None]:
         """What computes the gradients that the backward that has just ended deferred; the last of a step reduces what
@@ -305,12 +306,16 @@ class _Runner(nn.Module):
         return functools.partial(self._complete, self.in_backward)
 
     def _complete(self, index: int) -> None:
-        assert self.deferral is not None
-        self.deferral.weight_gradients((self.stage.index, index))
-        accumulate_whole_gradients(self.model)
+        if self.deferral is None or not self.defers:
+            return
         self.done += 1
+        key = self.stage.index, index
         if self.done == self.steps:
-            reduce_what_accumulated(self.model)
+            last_of_a_step(self.model, self.deferral, key)
+            return
+        for _ in self.deferral.weight_gradients(key):
+            pass
+        accumulate_whole_gradients(self.model)
 
 
 class _Received(torch.autograd.Function):

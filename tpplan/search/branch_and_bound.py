@@ -164,7 +164,10 @@ def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Pri
     """The price of the best assignment: its time is the ILP's up to rounding."""
     request, executor = solver.request, solver.traces.reuse.executor
     per_node = request.cluster.gpus_per_node
-    priced = price(assignment, request.profile, per_node, executor, memory_limit_bytes=request.limit)
+    may_defer = request.stage is not None and request.stage.index > 0
+    priced = price(
+        assignment, request.profile, per_node, executor, memory_limit_bytes=request.limit, may_defer=may_defer
+    )
     solved, seconds = best.solution.objective, priced.predicted.step_time_s
     assert solved is not None
     assert abs(solved - seconds) <= SAME * max(solved, seconds), f"the ILP says {solved} s, the plan costs {seconds} s"

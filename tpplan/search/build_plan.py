@@ -12,9 +12,9 @@ from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
-from tpplan.costs.prediction.deferred_gradients import deferred
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.costs.prediction.step_time import Priced
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import dtype_name
 from tpplan.experts.expert_share import Division
 from tpplan.experts.row_wise import ROW_WISE
@@ -124,22 +124,21 @@ def plan_of(
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.notes) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
-        stage=_measured(request.stage, assignment, solver),
+        stage=_measured(request.stage, assignment, priced, solver.traces.reuse.executor),
     )
 
 
-def _measured(stage: StagePlan | None, assignment: Assignment, solver: PointSolver) -> StagePlan | None:
+def _measured(stage: StagePlan | None, assignment: Assignment, priced: Priced, executor: Executor) -> StagePlan | None:
     """The stage with the bytes that it holds while others run, and with what a zero-bubble schedule would defer."""
     if stage is None:
         return None
-    executor = solver.traces.reuse.executor
     kept, resting = bytes_between(assignment, executor)
     return replace(
         stage,
         beside_bytes=assignment.beside_bytes,
         kept_bytes=kept,
         resting_bytes=resting,
-        deferred=deferred(assignment, solver.request.profile, executor),
+        deferred=priced.deferred,
     )
 
 

@@ -20,7 +20,7 @@ import functools
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from unittest.mock import patch
 
 import torch
@@ -34,14 +34,36 @@ from tpplan.torch_internals.tensors import is_of_functorch
 _linear = functional.linear
 
 
+class Product(NamedTuple):
+    """What a weight's gradient is made of: x [..., in], the gradient of y [..., out], and the weight as it was read."""
+
+    x: Tensor
+    gradient: Tensor
+    weight: Tensor
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that was read."""
+        found = leaf_only_copied(self.weight)
+        assert found is not None
+        return found
+
+    def accumulate(self) -> None:
+        """Makes the weight's gradient, and adds it to the parameter's."""
+        with torch.no_grad():
+            x, gradient = (own.reshape(-1, own.shape[-1]) for own in (self.x, self.gradient))
+            own = gradient.T @ x
+        self.weight.backward(own)  # type: ignore[no-untyped-call]
+
+
 @final
 @dataclass(slots=True, eq=False)
 class Deferral:
-    """The products of weights' gradients that are deferred, by the forward whose they are, in the order of backward."""
+    """The products of weights' gradients that are deferred, by key of the forward whose they are, in the order of
+    backward."""
 
-    #: by the forward's key: (x, gradient of y, weight)
-    products: dict[Hashable, deque[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
-    #: key of the forward or backward that runs
+    products: dict[Hashable, deque[Product]] = field(default_factory=dict)
+    #: key of the forward or backward that runs; None for one that defers nothing
     running: Hashable = None
 
     @contextlib.contextmanager
@@ -65,22 +87,30 @@ class Deferral:
         assert not self.products, f"weights' gradients were deferred and never computed: {list(self.products)}"
 
     def begin(self, key: Hashable) -> None:
-        """Names the forward that runs next, or whose backward does, which may run it again."""
+        """Names the forward that runs next, or whose backward does, which may run it again. With None nothing is
+        deferred."""
         self.running = key
 
-    def weight_gradients(self, key: Hashable) -> None:
-        """Computes the deferred gradients of a forward whose backward has ended, and accumulates them."""
-        products = self.products.pop(key, deque())
+    def parameters(self, key: Hashable) -> list[Tensor]:
+        """The parameter of each product that a forward deferred, in the order in which they are made."""
+        return [product.parameter for product in self.products.get(key, ())]
+
+    def weight_gradients(self, key: Hashable) -> Iterator[Tensor]:
+        """Makes the products of a forward whose backward has ended, one by one, and accumulates them. Yields the
+        parameter of each when it is made."""
+        products = self.products.get(key, deque())
         while products:
-            x, gradient, weight = products.popleft()
-            with torch.no_grad():
-                own = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-            del x, gradient
-            weight.backward(own)  # type: ignore[no-untyped-call]
+            product = products.popleft()
+            parameter = product.parameter
+            product.accumulate()
+            del product  # and what it keeps
+            yield parameter
+        self.products.pop(key, None)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not is_of_functorch(x)
-        if torch.compiler.is_compiling() or not is_plain or not (torch.is_grad_enabled() and x.requires_grad):
+        is_asked = self.running is not None and not torch.compiler.is_compiling()
+        if not is_asked or not is_plain or not (torch.is_grad_enabled() and x.requires_grad):
             return _linear(x, weight, bias)
         if not weight.requires_grad or not isinstance(leaf_only_copied(weight), nn.Parameter):
             return _linear(x, weight, bias)
@@ -98,7 +128,7 @@ class _Target:
     weight: Tensor
 
     def defer(self, x: Tensor, gradient: Tensor) -> None:
-        self.deferral.products.setdefault(self.key, deque()).append((x, gradient, self.weight))
+        self.deferral.products.setdefault(self.key, deque()).append(Product(x, gradient, self.weight))
 
 
 class _Linear(torch.autograd.Function):

@@ -4,28 +4,31 @@ Deferred is one product, dW = dy^T x, of each linear layer whose weight is a par
 tpplan.apply.modules.deferred_gradients does. Until it is made x and dy are kept; a layer's x may be that of others.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 
-from tpplan.core.graph import Boundary, Op
+from tpplan.core.graph import Boundary, Op, within
 from tpplan.core.layout import local_shape
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import local_bytes
 from tpplan.costs.runs.kernels import Matmul
 from tpplan.costs.runs.known_times import KnownTimes
+from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Call
-from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.sections.ranks import DeferredPlan
+from tpplan.solvers.problem import Expression
 
 _LINEAR = "aten.linear.default"
 
 
-def deferred(assignment: Assignment, profile: HardwareProfile, executor: Executor) -> DeferredPlan:
-    """What a rank defers of a micro-batch, on a machine."""
-    graph, tp, times = assignment.graph, assignment.tp, KnownTimes(profile)
+def deferred(assignment: Assignment, formulation: Formulation, executor: Executor) -> DeferredPlan:
+    """What a rank defers of a micro-batch; `formulation` is that of the assignment alone."""
+    graph, tp, times = assignment.graph, assignment.tp, KnownTimes(formulation.setting.profile)
     read: dict[str, int] = {}
-    seconds, largest = 0.0, 0
+    largest, seconds = 0, Counter[str]()
     for op in _linear_layers(assignment):
         strategy, result = assignment.strategy(op.name), op.results[0]
         x = _before_crossing(assignment, op.operands[0])
@@ -33,8 +36,30 @@ def deferred(assignment: Assignment, profile: HardwareProfile, executor: Executo
         read[result] = local_bytes(graph.values[result], strategy.results[0], tp)
         largest = max(largest, local_bytes(graph.values[op.operands[1]], strategy.operands[1], tp))
         product = _product(assignment, op, executor)
-        seconds += times.kernel(product).seconds if product is not None else 0.0
-    return DeferredPlan(seconds=seconds, kept_bytes=float(sum(read.values())), largest_bytes=float(largest))
+        seconds[op.module] += times.kernel(product).seconds if product is not None else 0.0  # type: ignore[assignment]
+    return DeferredPlan(
+        seconds=float(sum(seconds.values())),
+        kept_bytes=float(sum(read.values())),
+        largest_bytes=float(largest),
+        exposed_s=_exposed_s(formulation, {} if assignment.has_uneven_reads else seconds),
+    )
+
+
+def _exposed_s(formulation: Formulation, seconds: Mapping[str, float]) -> float:
+    """The seconds of the last reductions that a backward hides, and the deferred products, in some seconds by module,
+    do not: a unit is reduced beside the products of its own weights."""
+    communication, found = formulation.objective.fsdp_communication, 0.0
+    everything = dict.fromkeys(formulation.space.members, 0)
+    for unit, last in communication.in_last_backward() if communication.hides else ():
+        products = sum(own for module, own in seconds.items() if within(module, unit.name))
+        beside = Expression(constant=-products)
+        slowdown = formulation.setting.profile.overlap_slowdown
+        apart, together = (
+            sum(term.value(everything) for term in own.terms(slowdown))
+            for own in (replace(last, uncomputed=beside), last)
+        )
+        found += max(0.0, apart - together)
+    return found
 
 
 def _linear_layers(assignment: Assignment) -> Iterator[Op]:

@@ -19,6 +19,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
 from tpplan.costs.prediction.activation_lifetimes import Lifetimes
 from tpplan.costs.prediction.collectives_of_step import collectives
+from tpplan.costs.prediction.deferred_gradients import deferred
 from tpplan.costs.prediction.memory_ledger import Peak
 from tpplan.costs.prediction.memory_replay import memory
 from tpplan.costs.prediction.misaligned import misaligned_matmuls
@@ -45,6 +46,7 @@ from tpplan.plan.parts import (
     TP_REDUCTION,
 )
 from tpplan.plan.plan import CollectivePlan, Prediction
+from tpplan.plan.sections.ranks import NOTHING_DEFERRED, DeferredPlan
 
 #: most products of a backward for one of the forward: one for the gradient of either operand
 _BACKWARD_PRODUCTS = 2
@@ -62,7 +64,8 @@ class StepTime:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """The sections of a plan that depend on the profile, and its collectives. `op_seconds` are the kernel seconds of
-    each op in a step, by its name. `notes` tell of costs that are guesses, and of matmuls that a size makes slow."""
+    each op in a step, by its name. `deferred` is what a stage may defer. `notes` tell of costs that are
+    guesses, and of matmuls that a size makes slow."""
 
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
@@ -70,6 +73,7 @@ class Priced:
     unruled_ops: Mapping[str, float]
     opaque_seconds: Mapping[str, float]
     notes: tuple[str, ...]
+    deferred: DeferredPlan = NOTHING_DEFERRED
 
 
 def price(
@@ -79,9 +83,11 @@ def price(
     executor: Executor,
     *,
     memory_limit_bytes: float | None = None,
+    may_defer: bool = False,
 ) -> Priced:
     """Everything that an assignment costs on a machine. The limit, by default the profile's memory, changes nothing but
-    the prediction's own limit. Raises ProfileError for what the profile does not cover."""
+    the prediction's own limit. Of a stage that `may_defer` weights' gradients these are priced, too. Raises
+    ProfileError for what the profile does not cover."""
     formulation = formulated(
         assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes, is_tied=True
     )
@@ -110,6 +116,7 @@ def price(
         unruled_ops=seconds.of_unruled_ops(),
         opaque_seconds=seconds.of_opaque_modules(),
         notes=(*misaligned_matmuls(lifetimes, profile, predicted.step_time_s), *guesses(lifetimes)),
+        deferred=deferred(assignment, formulation, executor) if may_defer else NOTHING_DEFERRED,
     )
 
 

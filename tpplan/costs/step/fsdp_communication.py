@@ -14,7 +14,7 @@ from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups
 from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.costs.step.train_config import Setting
-from tpplan.layouts.layer_treatments import Count, FsdpUnit
+from tpplan.layouts.layer_treatments import Count, FsdpUnit, Treatment
 from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES
 from tpplan.plan.plan import Precision, Recompute
@@ -94,13 +94,25 @@ class FsdpCommunication:
                     count = kind.count(reshard=reshard)
                     yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=weight, count=count)
             for treatment, count in kind.numbers.counts.items():
-                repeated = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=True)
-                assert repeated is not None
-                beside = self._uncomputed_in_backward(kind.unit, treatment.recompute)
+                last = self._in_last_backward(kind.unit, treatment, count)
                 earlier = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=False)
                 if steps > 1 and earlier is not None:
-                    yield OverlappedCollective(transfer=earlier, uncomputed=beside, weight=steps - 1, count=count)
-                yield OverlappedCollective(transfer=added(repeated, reduce), uncomputed=beside, weight=1.0, count=count)
+                    yield replace(last, transfer=earlier, weight=steps - 1)
+                yield last
+
+    def in_last_backward(self) -> Iterator[tuple[FsdpUnit, OverlappedCollective]]:
+        """Yields what like units, but the root, gather and reduce in the last backward of a step, with the first of
+        them."""
+        for kind in self.groups.timed if self.mesh.data_parallel > 1 else ():
+            for treatment, count in kind.numbers.counts.items():
+                yield kind.unit, self._in_last_backward(kind.unit, treatment, count)
+
+    def _in_last_backward(self, unit: FsdpUnit, treatment: Treatment, count: Count) -> OverlappedCollective:
+        gather, scatter, reduce = self.collectives_of(unit)
+        repeated = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=True)
+        assert repeated is not None
+        beside = self._uncomputed_in_backward(unit, treatment.recompute)
+        return OverlappedCollective(transfer=added(repeated, reduce), uncomputed=beside, weight=1.0, count=count)
 
     def sent_in_backward(
         self, gather: Expression, scatter: Expression, *, reshards: bool, is_last: bool

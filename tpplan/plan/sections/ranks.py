@@ -101,11 +101,13 @@ class TiedPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredPlan:
     """The weights' gradients of a micro-batch that a stage can compute apart from the backward: their seconds, the
-    bytes that are kept for them from the backward on, and the bytes of the largest of them."""
+    bytes that are kept for them from the backward on, and the bytes of the largest of them. `exposed_s` are the seconds
+    of a step's reductions that a backward hides, and these products alone do not."""
 
     seconds: Amount = 0.0
     kept_bytes: Amount = 0.0
     largest_bytes: Amount = 0.0
+    exposed_s: Amount = 0.0
 
 
 NOTHING_DEFERRED = DeferredPlan()
@@ -118,7 +120,8 @@ class StagePlan:
     on the stage before come in (`receives`); those that layer `last` gives go out. A stage keeps the activations of up
     to `in_flight` micro-batches at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other
     stages and of received and sent tensors. Parameters, gradients, states, and what stays gathered of a stage that does
-    not run are `resting_bytes`. `deferred` is what a zero-bubble schedule would defer, or does. `micro_batch` is the
+    not run are `resting_bytes`. `deferred` is what a zero-bubble schedule would defer, or does: nothing in
+    the first stage, for whose backward no other waits. `micro_batch` is the
     batch that these shapes are for."""
 
     index: Size

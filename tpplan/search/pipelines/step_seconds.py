@@ -54,9 +54,9 @@ def _simulated(
 ) -> PipelinePrediction:
     steps = plans[0].batch.accumulation_steps
     times = [times_of(plan, shape, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
-    once = [seconds_once(plan) for plan in plans]
+    once = [seconds_once(plan) + exposed_s(plan, shape) for plan in plans]
     ranks = [plans[rank :: shape.parts] for rank in range(shape.parts)]
-    slowest = max(sum(plan.predicted.step_time_s for plan in own) for own in ranks)
+    slowest = max(sum(plan.predicted.step_time_s + exposed_s(plan, shape) for plan in own) for own in ranks)
     whole = simulated_s(times, once, shape, steps)
     unsent = [replace(one, send_s=0.0) for one in times]
     alone = simulated_s(unsent, once, shape, steps)
@@ -120,6 +120,11 @@ def times_of(plan: Plan, shape: PipelineShape, steps: int, send_s: float) -> Sta
     return replace(times, backward_s=times.backward_s - weights, weights_s=weights)
 
 
+def exposed_s(plan: Plan, shape: PipelineShape) -> float:
+    """Seconds of reductions that a stage waits for as it defers weights' gradients."""
+    return plan.stage.deferred.exposed_s if shape.is_zero_bubble and plan.stage is not None else 0.0
+
+
 def split_times(seconds: float, again_s: float, send_s: float) -> StageTimes:
     """Some seconds of a micro-batch as those of its forward and backward; of the latter `again_s` recompute."""
     forward = (seconds - again_s) / (1 + _BACKWARD)
@@ -127,7 +132,7 @@ def split_times(seconds: float, again_s: float, send_s: float) -> StageTimes:
 
 
 def seconds_once(plan: Plan) -> float:
-    """Seconds of a stage's step that do not grow with the micro-batches."""
+    """Seconds of a stage's step that do not grow with the micro-batches, by a schedule that defers nothing."""
     times = plan.predicted.time_s
     once = sum(seconds for part, seconds in times.items() if part in _ONCE)
     if plan.fsdp.gathered_once and plan.fsdp.whole_gradients and not any(plan.resharded_units().values()):
