@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 
@@ -63,6 +64,17 @@ class Tied(Stack):
         super().__init__()
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+
+
+class Checkpointed(Stack):
+    """A model that runs its layers again in backward by reentrant checkpoints."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Skipping(Stack):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from stage_models import (
     LENGTH,
+    Checkpointed,
     Deep,
     Stack,
     Vision,
@@ -92,6 +93,10 @@ def test_stages_of_a_rank_recompute_as_much_as_its_memory_asks_for() -> None:
     fast, slow = (end.predicted.step_time_s for end in ends)
     assert fast < plan.predicted.step_time_s < slow
     assert_as_one_process(Deep, plan)
+
+
+def test_layers_in_reentrant_checkpoints() -> None:
+    assert_as_one_process(Checkpointed, solved(Checkpointed, stages=2, gpus=2))
 
 
 def test_images() -> None:

@@ -13,6 +13,7 @@ from ranks import run_ranks
 from stage_models import (
     LENGTH,
     WIDTH,
+    Checkpointed,
     Deep,
     Stack,
     Tied,
@@ -118,7 +119,7 @@ def test_gradients_that_nobody_computes_are_told() -> None:
         {"stages": 2, "gpus": 4, "tp": 1, "fsdp": 2, "virtual": 2, "recompute": "full"},
         {"stages": 2, "gpus": 4, "tp": 1, "fsdp": 1},
         {"stages": 2, "gpus": 8, "tp": 1, "fsdp": 2, "recompute": "selective"},
-        {"stages": 2, "gpus": 8, "tp": 2, "fsdp": 2, "machine": FAR, "gpus_per_node": 2},
+        {"stages": 2, "gpus": 4, "tp": 2, "pins": {"layers.*.up": "on slices"}},
     ],
     ids=str,
 )
@@ -129,7 +130,9 @@ def test_step_is_that_of_one_process(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [Vision, hugging_face("Llama"), hugging_face("GPTNeoX")], ids=["vision", "Llama", "GPTNeoX"]
+    "build",
+    [Vision, Checkpointed, hugging_face("Llama"), hugging_face("GPTNeoX")],
+    ids=["vision", "checkpointed", "Llama", "GPTNeoX"],
 )
 def test_models(build: Callable[[], nn.Module]) -> None:
     assert_as_one_process(build, solved(build, stages=2, gpus=2, schedule=ZERO_BUBBLE))

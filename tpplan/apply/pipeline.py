@@ -29,6 +29,7 @@ from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stage_model import without_values
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
+from tpplan.trace.hooks.checkpoint_context import leave_reentry
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
@@ -49,7 +50,10 @@ Loss = Callable[[Any, Any], Tensor]
 
 def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePlan, mesh: DeviceMesh) -> None:
     """Gives a model its methods `step` and `evaluate`. `parts` are this rank's applied stages, `mesh` is that of all
-    stages."""
+    stages. A reentrant checkpoint around a stage's last layer would cut what it sends off its gradient: checkpoints are
+    non-reentrant from now on."""
+    for part in parts:
+        leave_reentry(part)
     pipeline = Pipeline(parts, plan, mesh)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
     for parameter in model.parameters():

@@ -32,7 +32,7 @@ from tpplan.trace.hooks.generated_class import subclass
 STAGE = "_tpplan_stage"
 #: key of the __dict__ of a root that stands for several stages of a rank
 _TOGETHER = "_tpplan_stages_together"
-#: key of a module's __dict__ for what it gave in the call that runs
+#: key of a module's __dict__ for what it gave, there while the root's forward runs: not where backward runs it again
 _SENT = "_tpplan_sent"
 #: attribute of the class of a stage's last layer: the class that its like have
 _LAYER_CLASS = "_tpplan_layer_class"
@@ -163,7 +163,8 @@ def _last_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = cls.__call__(self, *args, **kwargs)
-        self.__dict__[_SENT] = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        if _SENT in self.__dict__:
+            self.__dict__[_SENT] = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         shape = self.__dict__.get(_WHOLE)
 
         def stand_in(leaf: Any) -> Any:
@@ -184,14 +185,17 @@ def _stage_class(cls: type[nn.Module]) -> type[nn.Module]:
         if stage is None:
             return cls.forward(self, *args, **kwargs)
         stub = self.get_submodule(stage.received) if stage.received is not None else None
+        last = self.get_submodule(stage.last).__dict__ if stage.last is not None else {}
         if isinstance(stub, Stub):
             stub.received = tuple(received)
+        last[_SENT] = ()
         try:
             output = cls.forward(self, *args, **kwargs)
         finally:
+            sent = last.pop(_SENT)
             if isinstance(stub, Stub):
                 stub.received = None
-        return output if stage.last is None else self.get_submodule(stage.last).__dict__.pop(_SENT)
+        return output if stage.last is None else sent
 
     taken = inspect.signature(cls.forward)
     extra = inspect.Parameter(RECEIVED, inspect.Parameter.KEYWORD_ONLY, default=())

@@ -20,8 +20,8 @@ GLOSSARY = {
     "ZeRO-3, ZeRO-2": "Whether FSDP drops a unit's gathered weights after forward and gathers them again for backward "
     "(3: less memory), or keeps them until then (2: less traffic).",
     "1f1b, interleaved, zero-bubble": "Orders in which pipeline stages run micro-batches: one forward and one backward "
-    "in turns; the same with several stages on a GPU; and with the gradients of weights computed apart from the rest of "
-    "a backward, where a stage would wait for others.",
+    "in turns; the same with several stages on a GPU; and with the gradients of weights computed apart from the rest "
+    "of a backward, where a stage would wait for others.",
     "recompute": "Parts of forward run again in backward instead of keeping what they gave: less memory, more time.",
     "MFU": "Model FLOP utilization: the FLOP per second of the model's own matrix products and attention, without what "
     "runs again, over what the GPUs used would do in the fastest product that the profile measured.",
