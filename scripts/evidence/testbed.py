@@ -6,14 +6,15 @@
 Two network namespaces are the nodes, a shaped link between them the network, and two gloo ranks of one thread each run
 on either. At each bandwidth the cluster is profiled; for each model tpplan solves for it, and the plan it chose and
 those that practitioners would write (DDP, FSDP, Megatron's tensor parallelism with and without sequence parallelism,
-tensor parallelism inside nodes with data parallelism across) train in turns. Printed are predicted and measured time of
-a step, and the regret: measured time of the chosen plan over that of the fastest. A machine that is busier with other
-work than while it was profiled is told by how much: then the errors are not the predictions'.
+tensor parallelism inside nodes with data parallelism across, pipeline stages) train in turns. Printed are predicted and
+measured time of a step, and the regret: measured time of the chosen plan over that of the fastest. A machine that is
+busier with other work than while it was profiled is told by how much: then the errors are not the predictions'.
 
 Exit codes: 0 the bars are met, 4 they are not, 1 a failure, 77 skipped (no root, no iproute2, no namespaces).
 """
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -28,11 +29,12 @@ from testbed_parts.models import WORKLOADS, Nodes, Workload, rivals, workload_na
 from testbed_parts.network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
 from testbed_parts.ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
-from tpplan.core.errors import TpplanError, UsageError
+from tpplan.core.errors import IndivisibleError, TpplanError, UsageError
 from tpplan.core.files import write_atomically
 from tpplan.core.mesh import AXES, GroupShape
 from tpplan.core.strict_json import decode, encode, read_json
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.pipeline_plan import PipelinePlan, PipelinePrediction
 from tpplan.plan.plan import Plan
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
@@ -149,18 +151,23 @@ def _run(network: Network, script: Sequence[str], output: Path, longest_s: float
     )
 
 
-def plans_of(workload: Workload, nodes: Nodes) -> dict[tuple[str, ...], Plan]:
-    """The chosen plan and the alternatives; those that are the same plan once, under all their names."""
+def plans_of(workload: Workload, nodes: Nodes) -> dict[tuple[str, ...], Plan | PipelinePlan]:
+    """The chosen plan and the alternatives; those that are the same plan once, under all their names. Without stages
+    that the model or the batch has too few of."""
     named = {CHOSEN: nodes.chosen_plan(workload)}
-    named |= {rival.name: nodes.rival_plan(workload, rival) for rival in rivals(NUM_NODES, RANKS_PER_NODE)}
+    for rival in rivals(NUM_NODES, RANKS_PER_NODE):
+        with contextlib.suppress(IndivisibleError, UsageError):
+            named[rival.name] = nodes.rival_plan(workload, rival)
     names: dict[str, list[str]] = {}
     for name, plan in named.items():
         names.setdefault(what_is_run(plan), []).append(name)
     return {tuple(group): named[group[0]] for group in names.values()}
 
 
-def what_is_run(plan: Plan) -> str:
+def what_is_run(plan: Plan | PipelinePlan) -> str:
     """A plan without how it was found and what it was predicted to take: equal texts train alike."""
+    if isinstance(plan, PipelinePlan):
+        return json.dumps([plan.schedule, *map(what_is_run, plan.stages)])
     content = plan.to_dict()
     return json.dumps({key: content[key] for key in content.keys() - {"solver", "proof", "predicted"}}, sort_keys=True)
 
@@ -216,16 +223,22 @@ def check_same_function(losses: Sequence[float], names: Sequence[tuple[str, ...]
             raise RanksError(f"{group[0]}: first loss {loss:.5f}, under the other plans {middle:.5f}")
 
 
-def row_of(names: tuple[str, ...], plan: Plan, steps: dict[str, object]) -> Row:
-    """A plan beside its steps."""
-    mesh = plan.mesh
+def row_of(names: tuple[str, ...], plan: Plan | PipelinePlan, steps: dict[str, object]) -> Row:
+    """A plan beside its steps. The error of a plan of stages is that of its stage with the largest."""
+    stages = plan.stages if isinstance(plan, PipelinePlan) else (plan,)
+    parts = [f"pp {plan.parts}"] if isinstance(plan, PipelinePlan) else []
+    mesh, predicted = stages[0].mesh, plan.predicted
+    if isinstance(predicted, PipelinePrediction):
+        seconds = {"stage": predicted.stage_s, "bubble": predicted.bubble_s, "sending": predicted.send_s}
+    else:
+        seconds = dict(predicted.time_s)
     return Row(
         names=names,
-        mesh=" x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1),
+        mesh=" x ".join([*parts, *(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)]),
         micro_batch=plan.batch.micro_batch,
-        predicted_s=plan.predicted.step_time_s,
-        predicted_error_s=plan.predicted.step_time_error_s,
-        predicted_parts_s=dict(plan.predicted.time_s),
+        predicted_s=predicted.step_time_s,
+        predicted_error_s=max(own.predicted.step_time_error_s for own in stages),
+        predicted_parts_s=seconds,
         round_s=tuple(statistics.median(round_s) for round_s in steps["rounds"]),
         measured_parts_s=steps["parts"],
     )

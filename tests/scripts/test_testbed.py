@@ -19,6 +19,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.layout import R_STAR, P, R, S
 from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import Collective
+from tpplan.plan.pipeline_plan import Schedule
 from tpplan.plan.plan import Plan
 
 EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
@@ -172,6 +173,23 @@ def test_rivals_are_what_practitioners_write(plans: dict[str, Plan]) -> None:
             assert (crossing.conversion.source, crossing.conversion.target) == (P, residual)
 
 
+def test_stages_are_cut_where_nodes_end(testbed: ModuleType, models: ModuleType) -> None:
+    nodes = models.Nodes(num_nodes=2, ranks_per_node=2, profile=machine(gpus_per_node=2))
+    rivals = {rival.name: rival for rival in models.rivals(2, 2)}
+    plans = {
+        name: nodes.rival_plan(models.TINY, rivals[name], prove=False)
+        for name in ("stages across, TP in", "the same, zero bubble")
+    }
+    across, alone = plans.values()
+    assert (across.parts, across.stages[0].mesh.tp, across.schedule) == (2, 2, Schedule.ONE_F_ONE_B)
+    assert (alone.parts, alone.ranks_per_stage, alone.schedule) == (4, 1, Schedule.ZERO_BUBBLE)
+    assert testbed.what_is_run(across) != testbed.what_is_run(alone)
+    found = testbed.row_of(("stages",), across, {"rounds": [[1.0], [2.0]], "parts": {}})
+    assert (found.mesh, found.measured_s) == ("pp 2 x tp 2", 1.5)
+    assert found.predicted_s == across.predicted.step_time_s
+    assert sum(found.predicted_parts_s.values()) == pytest.approx(found.predicted_s)
+
+
 def test_a_plan_under_two_names_is_run_once(testbed: ModuleType, plans: dict[str, Plan]) -> None:
     plan = plans["DDP"]
     again = dataclasses.replace(plan, solver=dataclasses.replace(plan.solver, meshes_tried=6))
@@ -282,6 +300,7 @@ def test_a_tiny_model_trains_under_every_plan(testbed: ModuleType, tmp_path: Pat
     assert code in (testbed.OK, testbed.BAR_MISSED)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     names = {name for entry in rows for name in entry["plan"]}
-    assert names == {"chosen", "DDP", "FSDP", "TP", "TP+SP", "TP in, DP across"}
+    stages = {"stages across, TP in", "stages across, DP in", "a stage a rank", "the same, zero bubble"}
+    assert names == {"chosen", "DDP", "FSDP", "TP", "TP+SP", "TP in, DP across", *stages}
     assert all(entry["predicted_s"] > 0 and len(entry["round_s"]) >= 3 for entry in rows)
     assert namespaces() == before

@@ -1,4 +1,4 @@
-"""What the testbed trains: three models of the example GPT, and the plans that practitioners would write for them."""
+"""What the testbed trains: four models of the example GPT, and the plans that practitioners would write for them."""
 
 import contextlib
 import sys
@@ -10,7 +10,10 @@ import tpplan
 from tpplan.core.errors import UsageError
 from tpplan.core.mesh import divisors
 from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan
+from tpplan.search.pipelines.any_pipeline import solve_any
+from tpplan.search.points.options import Options
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -19,6 +22,8 @@ from megatron_pins import megatron_pins
 
 #: one op for all parameters: AdamW's default goes through Python for each
 OPTIMIZER = "adamw-fused"
+#: options of plans of stages
+STAGES: dict[str, Any] = {"loss": gpt.loss, "optimizer": OPTIMIZER, "recompute": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,12 @@ WORKLOADS = (
         global_batch=4,
         seq_len=128,
     ),
+    Workload(
+        name="deep",
+        config=gpt.Config(num_layers=6, model_dim=384, hidden_dim=1536, num_heads=6, vocab_size=512),
+        global_batch=16,
+        seq_len=64,
+    ),
 )
 
 
@@ -68,13 +79,16 @@ TINY = Workload(name="tiny", config=gpt.Config(num_layers=2), global_batch=4, se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """What a practitioner would write without a planner: degrees, and for Megatron's plans where norms run."""
+    """What a practitioner would write without a planner: degrees, and for Megatron's plans where norms run; for stages
+    how many, and their schedule."""
 
     name: str
     tp: int
     fsdp: int
     #: how norms run, where projections are Megatron's; None leaves layouts to the solver
     norms: str | None = None
+    stages: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
 
 
 def rivals(num_nodes: int, ranks_per_node: int) -> tuple[Rival, ...]:
@@ -86,6 +100,10 @@ def rivals(num_nodes: int, ranks_per_node: int) -> tuple[Rival, ...]:
         Rival(name="TP", tp=ranks, fsdp=1, norms="replicate"),
         Rival(name="TP+SP", tp=ranks, fsdp=1, norms="sequence"),
         Rival(name="TP in, DP across", tp=ranks_per_node, fsdp=1),
+        Rival(name="stages across, TP in", tp=ranks_per_node, fsdp=1, stages=num_nodes),
+        Rival(name="stages across, DP in", tp=1, fsdp=1, stages=num_nodes),
+        Rival(name="a stage a rank", tp=1, fsdp=1, stages=ranks),
+        Rival(name="the same, zero bubble", tp=1, fsdp=1, stages=ranks, schedule=Schedule.ZERO_BUBBLE),
     )
 
 
@@ -116,19 +134,41 @@ class Nodes:
             **{"all_gpus": True, "recompute": "none", "reshard_after_forward": True, **options},
         )
 
-    def rival_plan(self, workload: Workload, rival: Rival, *, prove: bool = True) -> Plan:
-        """An alternative, with as large a micro-batch as its ranks have samples for."""
+    def rival_plan(self, workload: Workload, rival: Rival, *, prove: bool = True) -> Plan | PipelinePlan:
+        """An alternative, with as large a micro-batch as its ranks have samples for; of stages the best one."""
+        if rival.stages > 1:
+            return tpplan.solve_stages(
+                workload.build_model,
+                gpt.example_inputs,
+                stages=rival.stages,
+                schedule=rival.schedule,
+                cluster=self.cluster,
+                global_batch=workload.global_batch,
+                seq_len=workload.seq_len,
+                options=Options(tp=rival.tp, fsdp=rival.fsdp, **STAGES),
+                prove=prove,
+            )
         data_parallel = self.cluster.gpus // rival.tp
         micro_batch = workload.global_batch // data_parallel
         pins = megatron_pins(rival.norms) if rival.norms is not None else {}
         return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove, pins=pins)
 
-    def chosen_plan(self, workload: Workload) -> Plan:
-        """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""
+    def chosen_plan(self, workload: Workload) -> Plan | PipelinePlan:
+        """The plan of least predicted time: in stages, or over micro-batches with tensor parallelism inside nodes or
+        over all ranks."""
+        stages = solve_any(
+            workload.build_model,
+            gpt.example_inputs,
+            cluster=self.cluster,
+            global_batch=workload.global_batch,
+            seq_len=workload.seq_len,
+            options=Options(all_gpus=True, **STAGES),
+        )
         found: list[tuple[float, dict[str, Any]]] = []
         for micro_batch in divisors(workload.global_batch):
             for tp in (None, self.cluster.gpus):
                 options = {"tp": tp, "micro_batch": micro_batch}
                 with contextlib.suppress(UsageError):  # the batch does not divide among the ranks
                     found.append((self.solve(workload, prove=False, **options).predicted.step_time_s, options))
-        return self.solve(workload, **min(found, key=lambda row: row[0])[1])
+        seconds, options = min(found, key=lambda row: row[0])
+        return stages if stages.predicted.step_time_s < seconds else self.solve(workload, **options)

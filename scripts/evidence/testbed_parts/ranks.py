@@ -29,6 +29,7 @@ from tpplan.measure.collectives import measure_collectives
 from tpplan.measure.grid import default_grid
 from tpplan.measure.matmuls import measure_matmuls
 from tpplan.measure.timer import slowest
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # torchrun runs this file, and puts its own folder there
@@ -43,7 +44,7 @@ STEPS_PER_ROUND = 3
 MIN_ROUNDS, MAX_ROUNDS = 3, 12
 #: of a plan, with the one that its loss is taken from
 FEWEST_STEPS = 1 + MIN_ROUNDS * STEPS_PER_ROUND
-PARTS = ("forward", "backward", "optimizer")
+PARTS = ("forward", "backward", "schedule of stages", "optimizer")
 #: what tells how busy the machine is: a matmul (M = N = K) and a message, both points of the profile's tables
 REFERENCE_SIZE, REFERENCE_BYTES = 256, KIB * 4**5
 REFERENCE_BUDGET_S = 2.0
@@ -73,22 +74,24 @@ class Training:
 class Trainee:
     """A workload's model under a plan, with its optimizer and this rank's micro-batches."""
 
-    def __init__(self, workload: Workload, plan: Plan, rank: int) -> None:
+    def __init__(self, workload: Workload, plan: Plan | PipelinePlan, rank: int) -> None:
         torch.manual_seed(SEED)
         self.model: nn.Module = tpplan.apply_plan(workload.build_model(), plan)
-        assert plan.optimizer == OPTIMIZER, plan.optimizer
+        self.is_in_stages = isinstance(plan, PipelinePlan)
+        optimizer = (plan.stages[0] if isinstance(plan, PipelinePlan) else plan).optimizer
+        assert optimizer == OPTIMIZER, optimizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         batch = gpt.example_inputs(workload.global_batch, workload.seq_len, seed=SEED)
-        size, steps = plan.batch.micro_batch, plan.batch.accumulation_steps
-        first = plan.mesh.data_rank(rank) * steps * size
-        starts = range(first, first + steps * size, size)
-        self.micro_batches = [{name: value[i : i + size] for name, value in batch.items()} for i in starts]
+        self.micro_batches = list(plan.batch_for(rank).micro_batches(batch))
 
     def step(self) -> tuple[dict[str, float], float]:
         """One training step: seconds of its parts, and this rank's mean loss."""
         losses, seconds = [], dict.fromkeys(PARTS, 0.0)
         count = len(self.micro_batches)
-        for i, inputs in enumerate(self.micro_batches):
+        if self.is_in_stages:
+            with timed(seconds, "schedule of stages"):
+                losses.append(self.model.step(self.micro_batches, gpt.loss))  # type: ignore[operator]
+        for i, inputs in enumerate(self.micro_batches if not self.is_in_stages else ()):
             with contextlib.nullcontext() if i + 1 == count else tpplan.no_sync(self.model):
                 with timed(seconds, "forward"):
                     loss = gpt.loss(self.model(**tpplan.forward_inputs(self.model, inputs)), inputs) / count
@@ -124,7 +127,7 @@ def references() -> dict[str, float]:
     return {"matmul": matmuls.time_s[0], "all_reduce": all_reduce.time_s[0]}
 
 
-def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> Training:
+def train(workload: Workload, plans: Sequence[Plan | PipelinePlan], budget_s: float) -> Training:
     """Rounds of some steps under each plan in turn, so that what changes on the machine changes for all of them.
 
     As many rounds as fit in budget_s, at least MIN_ROUNDS. Every rank must call this.
@@ -191,7 +194,7 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     try:
-        plans = [Plan.load(path) for path in options.plans]
+        plans = [load_plan(path) for path in options.plans]
         found = train(workload_named(options.workload), plans, options.budget)
         if rank == 0:
             write_atomically(options.output, json.dumps(dataclasses.asdict(found)))
