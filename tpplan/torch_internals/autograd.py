@@ -39,7 +39,8 @@ def is_captured(node: Any) -> bool:
 
 
 #: nodes whose backward reads no tensor of the forward
-_READ_NOTHING = frozenset({"ToCopyBackward0", "ViewBackward0", "TBackward0", "SelectBackward0", "AliasBackward0"})
+_READ_NOTHING = frozenset({"ToCopyBackward0", "ViewBackward0", "TBackward0", "PermuteBackward0", "TransposeBackward0",
+                           "SelectBackward0", "AliasBackward0"})  # fmt: skip
 
 
 def leaf_only_copied(tensor: Tensor) -> Tensor | None:
@@ -150,6 +151,13 @@ def _functions() -> bool:
     return seen == [_Twice] and torch.equal(inside, after) and "Twice" in str(inside.grad_fn)
 
 
+def _copied() -> bool:
+    leaf = torch.ones(2, 3, requires_grad=True)
+    copies = (leaf, leaf.to(torch.float64), leaf.T, leaf[0], leaf.view(3, 2), _Twice.apply(leaf))  # type: ignore[no-untyped-call]
+    others = (leaf * leaf, leaf.sigmoid(), torch.cat([leaf, leaf]))
+    return all(leaf_only_copied(own) is leaf for own in copies) and not any(map(leaf_only_copied, others))
+
+
 def _below() -> bool:
     x = torch.ones(1, requires_grad=True)
     with below_autograd():
@@ -192,6 +200,12 @@ PROBES = (
         uses="torch.autograd.Function.apply, replaced",
         needed_for="tracing torch.autograd.Function and reentrant checkpoints",
         works=_functions,
+    ),
+    Probe(
+        name="leaves of copies",
+        uses="names of autograd's nodes, Node.variable, _raw_saved_tensors",
+        needed_for="zero-bubble schedules, which compute weights' gradients apart",
+        works=_copied,
     ),
     Probe(
         name="ops below autograd",

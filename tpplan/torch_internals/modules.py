@@ -199,6 +199,24 @@ def _groups() -> bool:
         )
 
 
+def _ends() -> bool:
+    """A gradient that came apart from a backward is reduced at the end of one that computes nothing."""
+    if torch.distributed.is_initialized():
+        return callable(FSDPModule._get_fsdp_state)
+    with fake_group(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+        weight = model[0].weight
+        before = weight.grad
+        model.set_requires_gradient_sync(True)
+        nothing = torch.zeros(1, requires_grad=True)
+        nothing.register_hook(lambda _: end_of_backwards(model))  # type: ignore[no-untyped-call]
+        (2 * nothing).backward()  # type: ignore[no-untyped-call]
+        return before is None and model[0].weight.grad is not None
+
+
 PROBES = (
     Probe(
         name="tables of modules",
@@ -223,6 +241,12 @@ PROBES = (
         uses="assignment to module.__class__, properties in place of parameters",
         needed_for="plain local tensors inside a forward",
         works=_class_changed,
+    ),
+    Probe(
+        name="the end of FSDP2's backwards",
+        uses="FSDPState._register_root_post_backward_final_callback",
+        needed_for="zero-bubble schedules",
+        works=_ends,
     ),
     Probe(
         name="FSDP2's groups of parameters",
