@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.tied_weights import tied_weights
 from tpplan.apply.data_parallel import reduce_gradients
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.mesh import AXES
 from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Pass
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stage_model import without_values
@@ -38,10 +40,18 @@ AnyStage = TypeVar("AnyStage", bound="FrugalStage")
 STAGES = "stage"
 #: key of a parameter's __dict__ for the group of ranks that hold the other stages' parameters
 OF_STAGES = "_tpplan_stages"
+#: key of a model's __dict__ for its Pipeline
+_PIPELINE = "_tpplan_pipeline"
 #: what the last stage gives: the schedule joins what micro-batches give along dim 0
 _LOSS = TensorPlan(shape=(1,), dtype="float32")
 #: a loss of a micro-batch: of the model's outputs and all inputs
 Loss = Callable[[Any, Any], Tensor]
+
+
+def mesh_of_stages(plan: PipelinePlan, device_type: str) -> DeviceMesh:
+    """The mesh of all stages: the axis of stages outermost, then those of a stage's mesh."""
+    sizes = (plan.parts, *(plan.stages[0].mesh.size(axis) for axis in AXES))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(STAGES, *map(str, AXES)))
 
 
 def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePlan, mesh: DeviceMesh) -> None:
@@ -49,8 +59,15 @@ def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePl
     stages."""
     pipeline = Pipeline(parts, plan, mesh)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
+    model.__dict__[_PIPELINE] = pipeline
     for parameter in model.parameters():
         parameter.__dict__[OF_STAGES] = pipeline.group
+
+
+def pipeline_of(model: nn.Module) -> "Pipeline":
+    """How a model trains to which a plan of stages was applied."""
+    found: Pipeline = model.__dict__[_PIPELINE]
+    return found
 
 
 def group_of_stages(model: nn.Module) -> dist.ProcessGroup | None:
@@ -88,7 +105,7 @@ class Pipeline:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.steps = plan.batch.accumulation_steps
         stages = [own.stage for own in plan.stages_of(dist.get_rank()) if own.stage is not None]
-        self.runners = [_Runner(part, stage, self.steps) for part, stage in zip(parts, stages, strict=True)]
+        self.runners = [Runner(part, stage, self.steps) for part, stage in zip(parts, stages, strict=True)]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
         self.tied = tied_weights(parts, stages, plan.parts, self.group)
@@ -143,7 +160,7 @@ class Pipeline:
                 module.reshard()  # no backward does
         return self._everywhere([total / max(1, len(given))])
 
-    def _through(self, runner: "_Runner", micro_batch: Inputs) -> Any:
+    def _through(self, runner: "Runner", micro_batch: Inputs) -> Any:
         """Receives what a stage reads, runs it, sends what it gives to the next stage, and returns it."""
         rank, stage = dist.get_rank(self.group), runner.stage
         received = tuple(self._buffer(one.on_a_rank(self.plan.stages[0].mesh.tp)) for one in stage.receives)
@@ -208,7 +225,7 @@ class Pipeline:
                 )
         return self.schedule
 
-    def _stage(self, kind: "type[AnyStage]", runner: "_Runner") -> "AnyStage":
+    def _stage(self, kind: "type[AnyStage]", runner: "Runner") -> "AnyStage":
         """A runner as a stage of torch's."""
         stage, tp = runner.stage, self.plan.stages[0].mesh.tp
         return kind(
@@ -219,6 +236,7 @@ class Pipeline:
             input_args=without_values(one.on_a_rank(tp) for one in stage.receives),
             output_args=without_values(one.on_a_rank(tp) for one in stage.sends or (_LOSS,)),
             group=self.group,
+            before_backward=runner.begin_backward,
         )
 
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
@@ -231,7 +249,7 @@ class Pipeline:
 
 
 @final
-class _Runner(nn.Module):
+class Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
     to the loss over the number of micro-batches."""
 
@@ -242,6 +260,8 @@ class _Runner(nn.Module):
         self.steps = steps
         self.micro_batches: list[Inputs] = []
         self.loss: Loss | None = None
+        #: hears of each pass that begins
+        self.hears: Callable[[Pass], None] = lambda _: None
 
     def begin(self, micro_batches: list[Inputs], loss: Loss) -> None:
         """Takes the micro-batches and the loss of a step. Raises UsageError for another number of them."""
@@ -252,7 +272,12 @@ class _Runner(nn.Module):
                 "those of plan.batch_for(rank)"
             )
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
+    def begin_backward(self) -> None:
+        """Tells that the backward of a micro-batch begins."""
+        self.hears(Pass.BACKWARD)
+
+    def forward(self, *received: Tensor, index: Tensor | int) -> Any:
+        self.hears(Pass.FORWARD)
         micro_batch = self.micro_batches[int(index)]
         given = _Received.apply(*received) if received else ()  # type: ignore[no-untyped-call]
         found = self.model(**_named(self.model, micro_batch, given))
@@ -264,10 +289,10 @@ class _Runner(nn.Module):
         is_last = int(index) == self.steps - 1
         # A gradient arrives as the backward begins; the last backward reduces what has accumulated.
         for tensor in (found,) if isinstance(found, Tensor) else found:
-            tensor.register_hook(functools.partial(self._begin_backward, is_last))
+            tensor.register_hook(functools.partial(self._reduce, is_last))
         return found
 
-    def _begin_backward(self, is_last: bool, _gradient: Tensor) -> None:
+    def _reduce(self, is_last: bool, _gradient: Tensor) -> None:
         reduce_gradients(self.model, is_last)
 
 

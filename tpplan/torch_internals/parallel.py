@@ -6,7 +6,7 @@ them, and its looped schedules keep each sent tensor until the step ends. A `Fru
 received into, and drops it after the micro-batch's backward; a `LoopedStage` also drops what has been sent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "FrugalStage",
     "LoopedStage",
     "MemTracker",
+    "StagesTracker",
     "Tracker",
     "orders_of",
 ]
@@ -51,6 +52,15 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
                 self._update_and_maybe_create_winfos(gradient, part)
 
 
+class StagesTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """MemTracker without its statistics of modules, which take no module that runs forward several times before its
+    backward, as those of a stage do."""
+
+    def _nothing(self, *_: object) -> None: ...
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
+
+
 # ---- pipelines
 
 
@@ -68,7 +78,12 @@ def orders_of(schedule: ScheduleInterleaved1F1B) -> list[list[tuple[int, bool, i
 
 
 class FrugalStage(PipelineStage):
-    """A PipelineStage whose buffers for received tensors live from receiving to the end of the backward."""
+    """A PipelineStage whose buffers for received tensors live from receiving to the end of the backward.
+    `before_backward` is called as the backward of a micro-batch begins."""
+
+    def __init__(self, *args: Any, before_backward: Callable[[], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before_backward = before_backward
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
@@ -93,6 +108,7 @@ class FrugalStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._before_backward()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in _with_buffers(infos.get(bwd_chunk_id, ())):
