@@ -17,7 +17,7 @@ from tpplan.core.errors import UsageError, VerificationError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.verify.verify import Report
+    from tpplan.verify.checks import Report
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Exit code 4 if a check fails; the differences
