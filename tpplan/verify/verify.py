@@ -12,6 +12,8 @@
     shapes       every parameter's local shape on a rank, with its placement (dry)
     memory       the peak of a step on fake tensors, by torch's tracker, with the plan's prediction
 
+A plan of stages is compared in the same way (tpplan.verify.verify_stages).
+
 Values are compared in float32, whatever the plan's precision, as bfloat16 would hide errors below its rounding.
 Collectives are counted in a step of the plan's own precision.
 """
@@ -25,6 +27,7 @@ from pathlib import Path
 import torch
 
 from tpplan.core.errors import RankFailedError, TpplanError, UsageError, VerificationError
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan
 from tpplan.search.models.user_model import load_model_file
 from tpplan.trace.trace import quiet
@@ -42,6 +45,7 @@ from tpplan.verify.prove_plan import prove_plan
 from tpplan.verify.rank_task import Subject, Task, check_on_fake_rank, check_on_rank, reference_step
 from tpplan.verify.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.verify.spawn_ranks import on_ranks
+from tpplan.verify.verify_stages import verify_stages
 
 #: ranks that are started by default, or fewer where the plan has fewer
 DEFAULT_RANKS = 4
@@ -49,7 +53,7 @@ TIMEOUT_S = 600.0
 
 
 def verify_plan(
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PipelinePlan | str | os.PathLike[str],
     model: str,
     *,
     ranks: int | None = None,
@@ -62,15 +66,25 @@ def verify_plan(
     """Verifies a plan for the model that `model` names (model.py, model.py:BUILDER, hf:config.json).
 
     ranks: real ranks to run on, 4 by default or as many as the plan has, on a mesh with the plan's degrees as far as
-        they go.
-    layers: how many layers of each repeated block to keep, all by default.
+        they go. A plan of stages needs as many as it has parts.
+    layers: how many layers of each repeated block to keep, all by default; not of a plan of stages.
     dry: whether to run one rank of the plan's own mesh on fake tensors, in place of real ranks.
     mend: whether to prove the whole plan, also where a smaller one runs, and put it with that proof into the report.
-    progress: hears of each stage ("prove", "ranks", "fakes") as it begins and ends, with 0 or 1 of 1 done.
+    progress: hears of each stage ("prove", "ranks", "fakes") as it begins and ends, with 0 or 1 of 1 done; of a plan
+        of stages, of the number that are proven.
 
     Raises PlanError, ModelError, UsageError for what cannot be run at all; wrong results are in the report.
     """
-    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    loaded = plan if isinstance(plan, Plan | PipelinePlan) else load_plan(plan)
+    if isinstance(loaded, PipelinePlan):
+        loaded.check("the plan")
+        if layers is not None:
+            raise UsageError(
+                "--layers: each stage of the plan has layers of its own, which it receives tensors for: verify all of "
+                "them, by --dry where they are too many"
+            )
+        spec = load_model_file(model)
+        return verify_stages(loaded, spec, ranks=ranks, dry=dry, mend=mend, timeout_s=timeout_s, progress=progress)
     spec = load_model_file(model)
     shrunk = _shrunk(loaded, None if dry else ranks or DEFAULT_RANKS, layers)
     subject = Subject(spec=spec, dropped=dropped_layers(loaded, layers) if layers is not None else frozenset())
