@@ -132,10 +132,11 @@ class Pipeline:
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
         earlier = [weight.set_aside() for weight in self.tied]
+        # What the last stage gives is its losses: outputs would be kept with their graphs.
         if self.is_last:
-            schedule.step(index=index, target=index, losses=losses)
+            schedule.step(index=index, target=index, losses=losses, return_outputs=False)
         else:
-            schedule.step(index=index)
+            schedule.step(index=index, return_outputs=False)
         for stage in self.looped:
             stage.finish()
         for weight, before in zip(self.tied, earlier, strict=True):

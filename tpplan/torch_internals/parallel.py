@@ -2,8 +2,9 @@
 more than the schedule needs. Importing this module takes 0.7 s, as both import torch's compiler.
 
 torch's PipelineStage makes a buffer for each micro-batch's received tensors before the first step and keeps all of
-them, and its looped schedules keep each sent tensor until the step ends. A `FrugalStage` makes a buffer when it is
-received into, and drops it after the micro-batch's backward; a `LoopedStage` also drops what has been sent.
+them; its schedules keep each loss with its graph, and the looped ones each sent tensor, until the step ends. A
+`FrugalStage` makes a buffer when it is received into, and drops it and the loss's graph after the micro-batch's
+backward; a `LoopedStage` also drops what has been sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
 
@@ -53,12 +55,21 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 
 
 class StagesTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """MemTracker without its statistics of modules, which take no module that runs forward several times before its
-    backward, as those of a stage do."""
+    """MemTracker without statistics of modules: these take no module that runs forward several times before its
+    backward, as those of a stage do, and their hooks keep what a module was given until the step ends."""
 
-    def _nothing(self, *_: object) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = _NoModules()  # type: ignore[no-untyped-call]
 
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _nothing  # type: ignore[assignment]
+
+class _NoModules(ModTracker):
+    """A ModTracker that tracks no modules."""
+
+    def __enter__(self) -> "_NoModules":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 # ---- pipelines
@@ -107,9 +118,11 @@ class FrugalStage(PipelineStage):
             self._make(self.grad_recv_info[bwd_chunk_id], requires_grad=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
         self._before_backward()
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it until the step ends, and its graph holds what was received
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in _with_buffers(infos.get(bwd_chunk_id, ())):
                 info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
