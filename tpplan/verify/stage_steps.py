@@ -1,5 +1,5 @@
-"""The steps that tpplan.verify.verify_stages runs: on each real rank of a plan of stages; and alone, on fake tensors, as
-a rank of one part of the pipeline.
+"""The steps that tpplan.verify.verify_stages runs: on each real rank of a plan of stages; and alone, on fake tensors,
+as a rank of one part of the pipeline.
 
 That rank runs its stages in the schedule's order (tpplan.stages.schedule), and keeps what torch's schedules keep. It
 sends nothing; what it would receive is made where it would arrive.

@@ -1,5 +1,5 @@
-"""Compares a plan of stages with what it does: on real ranks, beside one process, or each part of the pipeline on a fake
-group of its real size.
+"""Compares a plan of stages with what it does: on real ranks, beside one process, or part by part on a
+fake group of its real size.
 
 The checks are those of a plan of one stage (tpplan.verify.verify), for all stages together, and two more:
 
@@ -98,8 +98,8 @@ def verify_stages(
 
 
 def on_fewer_ranks(plan: PipelinePlan, ranks: int | None) -> PipelinePlan:
-    """The plan of stages for at most this many ranks, itself where it needs no more. By default as many as it has parts,
-    twice as many where tensor-parallel ranks cannot be one, and at least DEFAULT_RANKS.
+    """The plan of stages for at most this many ranks, itself where it needs no more. By default as many as it has
+    parts, or the fewest that its tensor parallelism can do with, and at least DEFAULT_RANKS.
 
     Raises UsageError for fewer ranks than the stages need.
     """
@@ -109,8 +109,8 @@ def on_fewer_ranks(plan: PipelinePlan, ranks: int | None) -> PipelinePlan:
     if given < least:
         tp = f", each of which has tp = {mesh.tp}," if mesh.tp > 1 else ""
         raise UsageError(
-            f"the plan has {plan.parts} parts of a pipeline{tp} and --ranks {given} are fewer than the {least} that they "
-            "need: give as many, or --dry, which starts none"
+            f"the plan has {plan.parts} parts of a pipeline{tp} and --ranks {given} are fewer than the {least} that "
+            "they need: give as many, or --dry, which starts none"
         )
     smaller = smaller_mesh(mesh, given // plan.parts)
     if smaller == mesh:
@@ -189,7 +189,7 @@ def _held_everywhere(reference: Reference, found: Sequence[StageFindings], compa
 
 
 def _evaluation_check(plan: PipelinePlan, reference: Reference, found: Sequence[StageFindings]) -> Check:
-    """Compares the mean loss without a backward with one process, and both losses of a rank with those of other parts."""
+    """Compares the mean loss without a backward with one process, and losses of a rank with those of other parts."""
     each, tp, expected = plan.ranks_per_stage, plan.stages[0].mesh.tp, reference.loss
     loss = sum(one.evaluated for one in found[::tp]) / len(found[::tp])
     error = abs(loss - expected) / max(abs(expected), GRADIENT_NOISE)
@@ -226,9 +226,9 @@ def _message(one: Issued) -> Message:
 
 
 def messages(plan: PipelinePlan, rank: int) -> Counter[Message]:
-    """How often a rank sends what to ranks of other stages in a step: activations to the next stage and gradients to the
-    one before, for each micro-batch; gradients of tied weights to the others that have them; and the loss, which the
-    last part tells all others by a broadcast."""
+    """How often a rank sends what to ranks of other stages in a step: activations to the next stage and gradients to
+    the one before, for each micro-batch; gradients of tied weights to the others that have them; and the loss, which
+    the last part tells all others by a broadcast."""
     steps, found = plan.batch.accumulation_steps, Counter[Message]()
     for own in plan.stages_of(rank):
         assert own.stage is not None
@@ -249,8 +249,8 @@ def _num_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def _own_shape(plan: Plan, name: str, place: int) -> tuple[int, ...]:
-    """The local shape of a parameter on the rank at some place of a stage's mesh: cut over tp as placed, then along dim 0
-    by FSDP, whose last shards may be smaller."""
+    """The local shape of a parameter on the rank at some place of a stage's mesh: cut over tp as placed, then along dim
+    0 by FSDP, whose last shards may be smaller."""
     mesh, parameter = plan.mesh, plan.parameter_plans()[name]
     shape = local_shape(parameter.shape, parameter.placement if mesh.tp > 1 else R, mesh.tp)
     if not uses_fsdp(mesh, plan.precision):
@@ -324,8 +324,8 @@ def distinct_parts(plan: PipelinePlan) -> list[int]:
 
 
 def _kind(own: Plan, first: Plan) -> Hashable:
-    """Equal for stages whose plans apply the same but for the numbers of their layers, which patterns name. What does not
-    matter for that is replaced by what the first stage has."""
+    """Equal for stages whose plans apply the same but for the numbers of their layers, which patterns name. What does
+    not matter for that is replaced by what the first stage has."""
     stage = own.stage
     assert stage is not None
     counts = tuple((pattern, len(parse_ranges(ranges))) for pattern, ranges in sorted(own.blocks.items()))
