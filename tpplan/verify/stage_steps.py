@@ -43,7 +43,8 @@ from tpplan.stages.stub import is_stand_in, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensorMode
 from tpplan.torch_internals.groups import fake_group
-from tpplan.torch_internals.modules import own_buffers
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.torch_internals.parallel import StagesTracker
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.record_fx import given_on_meta
@@ -275,20 +276,22 @@ def _laid_out(subject: Subject, plans: Sequence[Plan]) -> tuple[list[nn.Module],
 
 
 def _fill(modules: Sequence[nn.Module]) -> None:
-    """Gives modules on the meta device memory. Buffers that they share stay shared, those without memory stay so."""
-    before = [
-        (own_buffers(module), name) for root in modules for module in root.modules() for name in own_buffers(module)
-    ]
-    buffers = [table[name] for table, name in before]
+    """Gives modules on the meta device memory. Tensors that they share stay shared, those without memory stay so."""
+    inside = [module for root in modules for module in root.modules()]
+    parameters = [(own_parameters(module), name) for module in inside for name in own_parameters(module)]
+    buffers = [(own_buffers(module), name) for module in inside for name in own_buffers(module)]
+    weights, others = ([table[name] for table, name in places] for places in (parameters, buffers))
     for root in modules:
         root.to_empty(device="cpu")
-    filled: dict[int, Tensor] = {}
-    for (table, name), buffer in zip(before, buffers, strict=True):
-        found = table[name]
-        if buffer is None or found is None:
-            continue
-        new = without_memory(found, found.shape, found.dtype) if is_stand_in(buffer) else found
-        table[name] = filled.setdefault(id(buffer), new)
+    tied: dict[int, nn.Parameter] = {}
+    for (own, name), weight in zip(parameters, weights, strict=True):
+        if weight is not None and (filled := own[name]) is not None:
+            own[name] = tied.setdefault(id(weight), filled)
+    shared: dict[int, Tensor] = {}
+    for (table, name), buffer in zip(buffers, others, strict=True):
+        if buffer is not None and (found := table[name]) is not None:
+            new = without_memory(found, found.shape, found.dtype) if is_stand_in(buffer) else found
+            table[name] = shared.setdefault(id(buffer), new)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -297,8 +300,6 @@ def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _peak(rank: "_FakeRank", subject: Subject, optimizer: torch.optim.Optimizer) -> int:
     """The peak of a step's memory in bytes."""
-    from tpplan.torch_internals.parallel import StagesTracker  # loads torch's compiler
-
     tracker = StagesTracker()
     tracker.track_external(*rank.modules, optimizer, *tensors_of(rank.inputs))
     with tracker:
