@@ -1,5 +1,6 @@
 """The checks of a plan: what was found on ranks, beside what one process found and what the plan says."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,13 +122,14 @@ def gradient_check(reference: Reference, found: Sequence[Findings]) -> Check:
 Log = tuple[str, Plan, Sequence[Issued], int]
 
 
-def collective_check(logs: Sequence[Log]) -> Check:
-    """Compares kind, axis, pass, dtype, bytes and count of the collectives on every rank with the plan's.
+def collective_check(logs: Sequence[Log], planned_by: Callable[[Plan], Counter[Issued]] = listed) -> Check:
+    """Compares kind, axis, pass, dtype, bytes and count of the collectives on every rank with the plan's, which
+    `planned_by` gives.
 
     Of reductions at the end of a step only the first ranks of the shard axis are compared, which the plan lists: where
     FSDP's shards are uneven, other ranks reduce less.
     """
-    planned = {id(plan): listed(plan) for _, plan, _, _ in logs}
+    planned = {id(plan): planned_by(plan) for _, plan, _, _ in logs}
     lines: list[str] = []
     for who, plan, issued, shard_rank in logs:
         own = planned[id(plan)]

@@ -9,24 +9,30 @@ The checks are those of a plan of one stage (tpplan.verify.verify), for all stag
                  among it, with the plan; where no ranks run (dry), the tensors that each stage gives
 """
 
+import functools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from tpplan.core.errors import RankFailedError, TpplanError, UsageError, VerificationError
+from tpplan.core.graph import enclosing
 from tpplan.core.layout import R, local_shape
 from tpplan.core.mesh import Axis, divisors
-from tpplan.core.name_patterns import parse_ranges
+from tpplan.core.name_patterns import ROOT, parse_ranges
 from tpplan.core.units import DTYPE_BYTES
+from tpplan.machine.profile import Collective
+from tpplan.plan.compress_names import pattern_in
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.plan.plan import Plan, uses_fsdp
+from tpplan.plan.plan import Pass, Plan, uses_fsdp
 from tpplan.plan.sections.ranks import TensorPlan
 from tpplan.search.models.model_spec import ModelSpec
+from tpplan.stages.schedule import orders
 from tpplan.trace.trace import quiet
 from tpplan.verify.checks import (
     LOSS_TOLERANCE,
@@ -42,7 +48,7 @@ from tpplan.verify.checks import (
     shape_check,
     telling,
 )
-from tpplan.verify.collective_log import Issued
+from tpplan.verify.collective_log import Issued, listed
 from tpplan.verify.prove_stages import prove_stages
 from tpplan.verify.rank_task import GRADIENT_NOISE, Reference, Subject, Task, reference_step
 from tpplan.verify.shrink import on_mesh, smaller_mesh
@@ -53,6 +59,8 @@ from tpplan.verify.stage_steps import FakePart, StageFindings, check_parts_on_fa
 DEFAULT_RANKS = 4
 #: a message that a rank sends to one of another stage: the kind of operation, dtype and bytes
 Message = tuple[str, str, int]
+#: axes over which FSDP gathers
+_FSDP_AXES = frozenset({Axis.SHARD, Axis.SHARD_TP, Axis.EXPERT_SHARD})
 
 
 def verify_stages(
@@ -168,9 +176,38 @@ def compare_stages(plan: PipelinePlan, reference: Reference, found: Sequence[Sta
             (f"rank {rank}, stage {_index(own)}: ", own, issued, one.values.shard_rank)
             for rank, one in enumerate(found)
             for own, issued in zip(plan.stages_of(rank), one.issued, strict=True)
-        ]
+        ],
+        functools.partial(scheduled, plan),
     )
     yield _send_check(plan, found)
+
+
+def scheduled(plan: PipelinePlan, own: Plan) -> Counter[Issued]:
+    """How often a stage's plan lists each collective, in the passes in which the schedule has it.
+
+    A list counts gathers of what FSDP keeps from forward to backward as if these came in turns. Of several forwards in
+    a row only the first gathers; the backward after them frees it, and the backwards that follow gather it again.
+    """
+    found, steps = listed(own), plan.batch.accumulation_steps
+    order = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)[_index(own) % plan.parts]
+    forwards = [action.is_forward for action in order if action.stage == _index(own)]
+    moved = steps - sum(one and not before for before, one in pairwise([False, *forwards]))
+    resharded = own.resharded_units()
+    kept = [name for name in ("", *own.fsdp_units(), *own.expert_calls()) if not _is_resharded(name, resharded)]
+    units = Counter(pattern_in(own, name or ROOT) for name in dict.fromkeys(kept))
+    for one in list(found):
+        is_once = own.fsdp.gathered_once and one.axis != Axis.EXPERT_SHARD
+        is_gather = one.kind == Collective.ALL_GATHER and one.axis in _FSDP_AXES and one.during is Pass.FORWARD
+        if is_gather and not is_once:
+            found[one] -= moved * units[one.where]
+            found[replace(one, during=Pass.BACKWARD)] += moved * units[one.where]
+    return +found
+
+
+def _is_resharded(module: str, resharded: Mapping[str, bool]) -> bool:
+    """Whether FSDP frees a module's parameters after its forward: by the innermost unit around it, never the root's."""
+    unit = next((name for name in sorted(enclosing(module), key=len, reverse=True) if name in resharded), "")
+    return resharded.get(unit, False)
 
 
 def _index(own: Plan) -> int:
@@ -290,7 +327,8 @@ def compare_parts(
     ]
     if is_alone:
         yield shape_check([(who, own, one.shapes[place]) for who, own, one, place in stages])
-        yield collective_check([(who, own, one.issued[place], 0) for who, own, one, place in stages])
+        logs = [(who, own, one.issued[place], 0) for who, own, one, place in stages]
+        yield collective_check(logs, functools.partial(scheduled, plan))
         yield _given_check([(who, own, one.sends[place]) for who, own, one, place in stages])
     peaks = []
     for part, one in zip(parts, found, strict=True):
