@@ -85,8 +85,11 @@ class CollectiveLog(TorchDispatchMode):
         self._running: list[str] = []
         self._model = model
         self._groups = _groups(mesh, AXES)
+        #: of the axes of experts, whose groups may be those of other axes too
+        self._of_experts: dict[str, tuple[str, int]] = {}
         if (of_experts := mesh_of_experts(model)) is not None:
-            self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
+            self._of_experts = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD))
+            self._groups = self._of_experts | self._groups
         if (over_tp := mesh_over_tp(model)) is not None:
             for axis, name in ((Axis.REPLICATE, REPLICATE), (Axis.SHARD_TP, SHARD_TP)):
                 group = over_tp.get_group(name)
@@ -114,9 +117,9 @@ class CollectiveLog(TorchDispatchMode):
     def described(self, name: str, args: tuple[Any, ...]) -> Issued:
         """The collective that an operator of some name issues with these arguments."""
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        axis, ranks = self._group(args)
-        owner = _owner()
-        kind = _KINDS.get(name)
+        owner, kind = _owner(), _KINDS.get(name)
+        # Rows of experts are exchanged, and FSDP exchanges nothing, whose group may be the same.
+        axis, ranks = self._group(args, self._of_experts if kind is Collective.ALL_TO_ALL else {})
         whole = max((tensor.nbytes for tensor in tensors), default=0)
         return Issued(
             where=self._where(owner),
@@ -127,15 +130,17 @@ class CollectiveLog(TorchDispatchMode):
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
 
-    def _group(self, args: tuple[Any, ...]) -> tuple[str, int]:
-        """The name and number of ranks of the mesh axis whose group a collective is given."""
+    def _group(self, args: tuple[Any, ...], first: Mapping[str, tuple[str, int]]) -> tuple[str, int]:
+        """The name and number of ranks of the mesh axis whose group a collective is given, of the groups in `first`
+        before all others."""
+        known = {**self._groups, **first}
         for argument in args:
-            if isinstance(argument, str) and argument in self._groups:
-                return self._groups[argument]
+            if isinstance(argument, str) and argument in known:
+                return known[argument]
             if isinstance(argument, torch.ScriptObject):
                 with contextlib.suppress(RuntimeError, TypeError):  # a ScriptObject of something else: an operation
                     group = ProcessGroup.unbox(argument)
-                    return self._groups.get(group.group_name, (group.group_name, group.size()))
+                    return known.get(group.group_name, (group.group_name, group.size()))
         return "unknown", 1
 
     def _where(self, owner: object) -> str:
