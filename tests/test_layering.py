@@ -119,11 +119,11 @@ def imports_of(path: Path) -> set[str]:
 
 
 def said_imports(room: str) -> tuple[set[str], set[str]]:
-    """Rooms, and inner rooms of the same room, that the last line of a room's docstring names."""
+    """Rooms, and inner rooms of the same room, that the last sentence of a room's docstring names."""
     tree = ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
-    found = re.search(r"^Imports: (.+?)(?:; (.+))?\.$", ast.get_docstring(tree) or "", re.MULTILINE)
+    found = re.search(r"^Imports: ([^.;]+)(?:; ([^.]+))?\.$", ast.get_docstring(tree) or "", re.MULTILINE)
     assert found, f"{room}/__init__.py: the docstring names no imports"
-    outer, inner = found.group(1), found.group(2)
+    outer, inner = (names and " ".join(names.split()) for names in found.groups())
     return set() if outer == "nothing" else set(outer.split(", ")), set(inner.split(", ")) if inner else set()
 
 

@@ -22,9 +22,10 @@ from tpplan.apply.modules.applied_mesh import mesh_of
 from tpplan.core.errors import UsageError
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.plan.report import render
+from tpplan.verify.checks import Outcome
 from tpplan.verify.collective_log import CollectiveLog, differences, listed
 from tpplan.verify.prove_plan import prove_plan
-from tpplan.verify.verify import Outcome, verify_plan
+from tpplan.verify.verify import verify_plan
 
 DIM, HIDDEN, ROWS = 8, 32, 4
 

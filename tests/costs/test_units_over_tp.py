@@ -23,8 +23,9 @@ from tpplan.plan.parts import STATES, TP_REDUCTION
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.report import render
 from tpplan.plan.report.sentences import sentences
+from tpplan.verify.checks import Outcome
 from tpplan.verify.shrink import on_mesh
-from tpplan.verify.verify import Outcome, verify_plan
+from tpplan.verify.verify import verify_plan
 
 MESH = {"gpus": 4, "tp": 2, "fsdp": 2, "global_batch": 8, "micro_batch": 2}
 

@@ -11,7 +11,8 @@ from tpplan.plan.parts import ACCUMULATION, DATA_PARALLEL, FSDP_COPIES
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
 from tpplan.search.points.options import Options
-from tpplan.verify.verify import Outcome, verify_plan
+from tpplan.verify.checks import Outcome
+from tpplan.verify.verify import verify_plan
 
 STEPS = 3
 MESH = {"gpus": 4, "tp": 2, "fsdp": 2, "global_batch": 2 * 2 * STEPS, "micro_batch": 2}

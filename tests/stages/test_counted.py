@@ -1,5 +1,6 @@
 """What ranks of a pipeline run, send, hold and gather is what their plan counts."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +15,17 @@ from stage_models import (
     loss,
 )
 from stage_runs import FAR, MACHINE, given, solved
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
+from tpplan.apply.pipeline import pipeline_of
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
+from tpplan.plan.plan import Pass
 from tpplan.plan.step_anatomy import StageWork
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.stages.schedule import Action, orders
+from tpplan.torch_internals.parallel import StagesTracker
 
 #: methods of torch's stages that run an action
 RUNNING = {
@@ -30,14 +33,6 @@ RUNNING = {
     "backward_one_chunk": StageWork.BACKWARD,
     "backward_weight_one_chunk": StageWork.WEIGHTS,
 }
-
-
-class Tracker(MemTracker):
-    """Torch's tracker of memory, without its statistics of modules, which may not be called several times."""
-
-    def _pre_fw_hook(self, *_: object) -> None: ...
-
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook  # type: ignore[assignment]
 
 
 def traffic(plan: PipelinePlan) -> tuple[list[Action], list[int], float]:
@@ -67,7 +62,7 @@ def traffic(plan: PipelinePlan) -> tuple[list[Action], list[int], float]:
             noted(name, lambda stage, index, found: sent.extend(one.tensor.nbytes for one in found))
         for name, work in RUNNING.items():
             noted(name, lambda stage, index, found, work=work: ran.append(Action(stage, work, index)))
-        tracker = Tracker()
+        tracker = StagesTracker()
         tracker.track_external(model, optimizer)
         with tracker:
             model.step(micro_batches, loss)  # type: ignore[operator]
@@ -108,6 +103,32 @@ def test_ranks_hold_what_fsdp_keeps_from_one_micro_batch_to_the_next(virtual: in
     for rank, (_, _, peak) in enumerate(run_ranks(4, traffic, plan, timeout_s=120)):
         predicted = max(own.predicted.peak_memory_bytes for own in plan.stages_of(rank))
         assert 0.97 * predicted < peak < 1.03 * predicted
+
+
+def received_at_once(plan: PipelinePlan) -> tuple[list[int], int]:
+    """How many received tensors this rank's stage has as each backward of a step begins, and after the step."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Stack(), plan)
+    shapes = {one.shape for own in plan.stages if own.stage for one in own.stage.receives}
+
+    def alive() -> int:
+        gc.collect()
+        tensors = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+        return sum(one.is_leaf and one.requires_grad and tuple(one.shape) in shapes for one in tensors)
+
+    counts: list[int] = []
+    (runner,) = pipeline_of(model).runners
+    runner.hears = lambda during: counts.append(alive()) if during is Pass.BACKWARD else None
+    model.step(list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack))), loss)  # type: ignore[operator]
+    return counts, alive()
+
+
+def test_a_received_tensor_is_kept_until_its_backward() -> None:
+    """Torch's schedule keeps the last stage's losses, whose graphs would hold what the stage received."""
+    plan = solved(Stack, stages=2, gpus=2, prove=False)
+    first, last = run_ranks(2, received_at_once, plan)
+    assert first == ([0] * plan.batch.accumulation_steps, 0)
+    assert last == ([1] * plan.batch.accumulation_steps, 0)
 
 
 class Counted(TorchDispatchMode):

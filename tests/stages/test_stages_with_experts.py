@@ -14,7 +14,6 @@ from moe_models import hugging_face as moe
 from ranks import run_ranks
 from stage_models import LENGTH, loss
 from stage_runs import assert_as_one_process, assert_loads, assert_trains, given, solved
-from test_counted import Tracker
 from test_expert_parallel import solved as of_experts
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ import tpplan
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.search.pipelines.rank_memory import num_bytes
+from tpplan.torch_internals.parallel import StagesTracker
 
 WIDTH = 16
 Moe = partial(OwnMoe, layers=4)
@@ -124,7 +124,7 @@ def peak(plan: PipelinePlan) -> float:
     model.step(micro_batches, loss)  # type: ignore[operator]
     optimizer.step()
     optimizer.zero_grad()
-    tracker = Tracker()
+    tracker = StagesTracker()
     tracker.track_external(model, optimizer)
     with tracker:
         model.step(micro_batches, loss)  # type: ignore[operator]

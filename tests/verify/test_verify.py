@@ -20,11 +20,12 @@ from tpplan.core.layout import R_STAR, Conversion, R, S
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import CrossingPlan, Plan
 from tpplan.search.models.user_model import load_model_file
+from tpplan.verify.checks import Check, Outcome, compare
 from tpplan.verify.collective_log import differences, first_member, listed
 from tpplan.verify.fake_step import mesh_of
 from tpplan.verify.rank_task import Findings, Subject, applied, examine_model, reference_step, split
 from tpplan.verify.shrink import in_float32, on_mesh, smaller_mesh, with_layers
-from tpplan.verify.verify import Check, Outcome, compare, verify_plan
+from tpplan.verify.verify import verify_plan
 
 GPT, MLP = str(FOLDER / "gpt.py"), str(FOLDER / "mlp.py")
 

@@ -15,7 +15,7 @@ Plan.batch_for says which one, and the first training forward checks that the ra
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -40,13 +40,14 @@ from tpplan.apply.first_forward_check import check_calls
 from tpplan.apply.fsdp_over_tp import mesh_for
 from tpplan.apply.model_match import check_filled, check_model, module_called, modules_by_name, outermost_by_name
 from tpplan.apply.modules.applied_mesh import keep_mesh
+from tpplan.apply.modules.devices import cast_parameters, move
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, why_not_compiled
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
-from tpplan.apply.pipeline import STAGES, check_stages, run_in_stages
+from tpplan.apply.pipeline import check_stages, mesh_of_stages, run_in_stages
 from tpplan.apply.rank_agreement import check_ranks_agree, raise_on_all_ranks
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
@@ -58,7 +59,6 @@ from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.rank_stages import joined, stage_copies
 from tpplan.stages.stage_model import keep_whole_shape
 from tpplan.torch_internals.groups import group_of_all_axes
-from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
@@ -111,7 +111,7 @@ def apply_plan(
         return _applied(model, loaded, mesh, originals, experts, compile=compile, check=reaction, over_tp=over_tp)
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
-    everywhere = _mesh_of_stages(loaded, device_type)
+    everywhere = mesh_of_stages(loaded, device_type)
     return _in_stages(model, loaded, everywhere, originals, compile=compile, check=reaction)
 
 
@@ -125,7 +125,31 @@ def _in_stages(
     check: OnMismatch,
 ) -> nn.Module:
     """The model as this rank's stages, in place; each is laid out on its own."""
+    mesh = everywhere[_AXES]
+    over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
+    experts = experts_mesh(loaded.stages, everywhere.device_type, loaded.parts)
     plans = loaded.stages_of(dist.get_rank())
+    parts = lay_out_stages(model, plans, mesh, originals, experts, compile=compile, check=check, over_tp=over_tp)
+    if len(parts) > 1:
+        joined(model, parts)
+        keep_mesh(model, mesh, experts, over_tp)
+    run_in_stages(model, parts, loaded, everywhere)
+    return model
+
+
+def lay_out_stages(
+    model: nn.Module,
+    plans: Sequence[Plan],
+    mesh: DeviceMesh,
+    originals: Originals,
+    experts: DeviceMesh | None,
+    *,
+    compile: bool,
+    check: OnMismatch,
+    over_tp: DeviceMesh | None,
+) -> list[nn.Module]:
+    """The stages of a rank, each laid out on the mesh of a stage; a single one is the model itself. `experts` and
+    `over_tp` are as `apply_plan` makes them of all stages."""
     stages = [plan.stage for plan in plans if plan.stage is not None]
     parts: list[nn.Module] = []
     error: TpplanError | None = None
@@ -138,18 +162,11 @@ def _in_stages(
     except TpplanError as found:
         error = found
     raise_on_all_ranks(error, PlanMismatchError)
-    mesh = everywhere[_AXES]
-    over_tp = next(filter(None, (mesh_for(plan, mesh) for plan in loaded.stages)), None)
-    experts = experts_mesh(loaded.stages, everywhere.device_type, loaded.parts)
-    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else mesh[Axis.TP].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
         _applied(part, plan, mesh, own, experts, compile=compile, check=check, group=group, over_tp=over_tp)
-    if len(parts) > 1:
-        joined(model, parts)
-        keep_mesh(model, mesh, experts, over_tp)
-    run_in_stages(model, parts, loaded, everywhere)
-    return model
+    return parts
 
 
 def _applied(
@@ -168,9 +185,9 @@ def _applied(
     the mesh of divided experts, `over_tp` that of FSDP units over shard and tp."""
     device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
-        _cast_parameters(model, torch.bfloat16)
+        cast_parameters(model, torch.bfloat16)
     is_untouched = loaded.untouched is not None
-    _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
+    move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
     if is_untouched:
         leave_untouched(model, loaded, mesh)
         keep_mesh(model, mesh)
@@ -334,12 +351,6 @@ def _new_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(plan.mesh.size(Axis(axis)) for axis in _AXES), mesh_dim_names=_AXES)
 
 
-def _mesh_of_stages(plan: PipelinePlan, device_type: str) -> DeviceMesh:
-    """Returns the mesh of all stages: the axis of stages outermost, then those of a stage's mesh."""
-    sizes = (plan.parts, *(plan.stages[0].mesh.size(Axis(axis)) for axis in _AXES))
-    return init_device_mesh(device_type, sizes, mesh_dim_names=(STAGES, *_AXES))
-
-
 def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
     expected = {axis: plan.mesh.size(Axis(axis)) for axis in _AXES}
     given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -349,32 +360,6 @@ def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
             "order, or none"
         )
     return mesh
-
-
-def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point parameters. Buffers keep their dtype: rotary frequencies in bfloat16 would be wrong."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
-def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
-    """Moves buffers, and with_parameters also parameters, to the mesh's device. Meta tensors stay.
-
-    With tp > 1 parameters move when they are distributed, one by one.
-    """
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
-
-    for module in model.modules():
-        buffers = own_buffers(module)
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                buffers[name] = moved(buffer)
-    if with_parameters:
-        for parameter in model.parameters():
-            parameter.data = moved(parameter.data)
 
 
 def _keep_hooks(model: nn.Module, plan: Plan) -> None:

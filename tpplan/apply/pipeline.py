@@ -6,7 +6,6 @@ loss = model.step(share.micro_batches(batch), loss_function)        # forward an
 optimizer.step(); optimizer.zero_grad()
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -14,15 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.tied_weights import tied_weights
 from tpplan.apply.data_parallel import accumulate_whole_gradients, last_of_a_step, reduce_gradients
-from tpplan.apply.modules.deferred_gradients import Deferral
+from tpplan.apply.modules.deferred_gradients import Deferral, deferring
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.mesh import AXES
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
+from tpplan.plan.plan import Pass
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.plan.step_anatomy import StageWork
 from tpplan.stages.schedule import Action, orders
@@ -42,10 +43,18 @@ AnyStage = TypeVar("AnyStage", bound="FrugalStage")
 STAGES = "stage"
 #: key of a parameter's __dict__ for the group of ranks that hold the other stages' parameters
 OF_STAGES = "_tpplan_stages"
+#: key of a model's __dict__ for its Pipeline
+_PIPELINE = "_tpplan_pipeline"
 #: what the last stage gives: the schedule joins what micro-batches give along dim 0
 _LOSS = TensorPlan(shape=(1,), dtype="float32")
 #: a loss of a micro-batch: of the model's outputs and all inputs
 Loss = Callable[[Any, Any], Tensor]
+
+
+def mesh_of_stages(plan: PipelinePlan, device_type: str) -> DeviceMesh:
+    """The mesh of all stages: the axis of stages outermost, then those of a stage's mesh."""
+    sizes = (plan.parts, *(plan.stages[0].mesh.size(axis) for axis in AXES))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(STAGES, *map(str, AXES)))
 
 
 def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePlan, mesh: DeviceMesh) -> None:
@@ -56,8 +65,15 @@ def run_in_stages(model: nn.Module, parts: Sequence[nn.Module], plan: PipelinePl
         leave_reentry(part)
     pipeline = Pipeline(parts, plan, mesh)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
+    model.__dict__[_PIPELINE] = pipeline
     for parameter in model.parameters():
         parameter.__dict__[OF_STAGES] = pipeline.group
+
+
+def pipeline_of(model: nn.Module) -> "Pipeline":
+    """How a model trains to which a plan of stages was applied."""
+    found: Pipeline = model.__dict__[_PIPELINE]
+    return found
 
 
 def group_of_stages(model: nn.Module) -> dist.ProcessGroup | None:
@@ -98,7 +114,7 @@ class Pipeline:
         #: where weights' gradients are deferred
         self.deferral = Deferral() if plan.schedule is Schedule.ZERO_BUBBLE else None
         self.runners = [
-            _Runner(part, stage, self.steps, self.deferral) for part, stage in zip(parts, stages, strict=True)
+            Runner(part, stage, self.steps, self.deferral) for part, stage in zip(parts, stages, strict=True)
         ]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
@@ -126,11 +142,12 @@ class Pipeline:
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
         earlier = [weight.set_aside() for weight in self.tied]
-        with self.deferral.deferring() if self.deferral is not None else contextlib.nullcontext():
+        # What the last stage gives is its losses: outputs would be kept with their graphs.
+        with deferring(self.deferral):
             if self.is_last:
-                schedule.step(index=index, target=index, losses=losses)
+                schedule.step(index=index, target=index, losses=losses, return_outputs=False)
             else:
-                schedule.step(index=index)
+                schedule.step(index=index, return_outputs=False)
         for stage in self.looped:
             stage.finish()
         for weight, before in zip(self.tied, earlier, strict=True):
@@ -155,7 +172,7 @@ class Pipeline:
                 module.reshard()  # no backward does
         return self._everywhere([total / max(1, len(given))])
 
-    def _through(self, runner: "_Runner", micro_batch: Inputs) -> Any:
+    def _through(self, runner: "Runner", micro_batch: Inputs) -> Any:
         """Receives what a stage reads, runs it, sends what it gives to the next stage, and returns it."""
         rank, stage = dist.get_rank(self.group), runner.stage
         received = tuple(self._buffer(one.on_a_rank(self.plan.stages[0].mesh.tp)) for one in stage.receives)
@@ -229,7 +246,7 @@ class Pipeline:
                 )
         return self.schedule
 
-    def _stage(self, kind: "type[AnyStage]", runner: "_Runner") -> "AnyStage":
+    def _stage(self, kind: "type[AnyStage]", runner: "Runner") -> "AnyStage":
         """A runner as a stage of torch's."""
         stage, tp = runner.stage, self.plan.stages[0].mesh.tp
         return kind(
@@ -241,6 +258,7 @@ class Pipeline:
             output_args=without_values(one.on_a_rank(tp) for one in stage.sends or (_LOSS,)),
             group=self.group,
             dw_builder=runner.weight_gradients if self.deferral is not None else None,
+            before_backward=runner.begin_backward,
         )
 
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
@@ -253,7 +271,7 @@ class Pipeline:
 
 
 @final
-class _Runner(nn.Module):
+class Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
     to the loss over the number of micro-batches. With a deferral the backwards of all stages but the first, for which
     no other waits, leave out the weights' gradients that it defers."""
@@ -269,6 +287,8 @@ class _Runner(nn.Module):
         self.loss: Loss | None = None
         #: the micro-batch whose backward began last, and the number of those whose backward is complete
         self.in_backward = self.done = 0
+        #: hears of each pass that begins
+        self.hears: Callable[[Pass], None] = lambda _: None
 
     def begin(self, micro_batches: list[Inputs], loss: Loss) -> None:
         """Takes the micro-batches and the loss of a step. Raises UsageError for another number of them."""
@@ -279,7 +299,12 @@ class _Runner(nn.Module):
                 "those of plan.batch_for(rank)"
             )
 
-    def forward(self, *received: Tensor, index: Tensor) -> Any:
+    def begin_backward(self) -> None:
+        """Tells that the backward of a micro-batch begins."""
+        self.hears(Pass.BACKWARD)
+
+    def forward(self, *received: Tensor, index: Tensor | int) -> Any:
+        self.hears(Pass.FORWARD)
         micro_batch = self.micro_batches[int(index)]
         given = _Received.apply(*received) if received else ()  # type: ignore[no-untyped-call]
         self._begin(int(index))
@@ -291,10 +316,10 @@ class _Runner(nn.Module):
             found = tuple(tensor.contiguous() for tensor in found)
         # A gradient arrives as the backward begins.
         for tensor in (found,) if isinstance(found, Tensor) else found:
-            tensor.register_hook(functools.partial(self._begin_backward, int(index)))
+            tensor.register_hook(functools.partial(self._reduce, int(index)))
         return found
 
-    def _begin_backward(self, index: int, _gradient: Tensor) -> None:
+    def _reduce(self, index: int, _gradient: Tensor) -> None:
         """The last backward reduces what has accumulated, unless weights' gradients are still to come."""
         self.in_backward = index
         self._begin(index)
@@ -312,6 +337,7 @@ class _Runner(nn.Module):
     def _complete(self, index: int) -> None:
         if self.deferral is None or not self.defers:
             return
+        self.hears(Pass.BACKWARD)
         self.done += 1
         key = self.stage.index, index
         if self.done == self.steps:

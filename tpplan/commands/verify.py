@@ -1,6 +1,6 @@
 """`tpplan verify plan.json model.py --ranks 4`: compares a plan on real ranks with one process, and its list of
 collectives with those that are issued. `--dry` checks all but the values on a fake process group of the plan's real
-size."""
+size. A plan of stages is checked stage by stage, and as the whole model."""
 
 import argparse
 from dataclasses import asdict
@@ -17,12 +17,13 @@ from tpplan.core.errors import UsageError, VerificationError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.verify.verify import Report
+    from tpplan.verify.checks import Report
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Exit code 4 if a check fails; the differences
 are printed below it, the first layer first. With -o, a plan that was edited or has no proof hash is written with a new
-proof. On fewer ranks than the plan has, its choices run on a mesh whose degrees divide the plan's.
+proof. On fewer ranks than the plan has, its choices run on a mesh whose degrees divide the plan's. A plan of stages
+needs a rank for each part of its pipeline, twice as many where its stages are tensor-parallel; it takes no --layers.
 """
 
 
@@ -31,9 +32,23 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser = add_verb(subparsers, "verify", "check a plan by running it", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
-    parser.add_argument("--ranks", type=count, metavar="N", help="processes to start (default: the plan's, at most 4)")
-    parser.add_argument("--layers", type=count, metavar="N", help="keep the first N layers of each repeated block")
-    parser.add_argument("--dry", action="store_true", help="one rank on fake tensors, at the plan's real size")
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="processes to start (default: the plan's, at most 4; of stages as many as they need)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=count,
+        metavar="N",
+        help="keep the first N layers of each repeated block; not of a plan of stages",
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="one rank, or of stages one of each part, on fake tensors, at the plan's real size",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the plan with its proof here, if all checks pass"
     )

@@ -114,7 +114,7 @@ class Plan(PlanEntries):
         if isinstance(data, Mapping) and "stages" in data:
             raise PlanError(
                 f"{origin}: a plan of stages, where one of a whole model is expected: `tpplan show` prints it, "
-                "tpplan.apply_plan applies it"
+                "`tpplan verify` checks it, tpplan.apply_plan applies it"
             )
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:

@@ -33,6 +33,12 @@ def cuts_of(graph: ModelGraph, units: Sequence[str]) -> list[Cut]:
     return [_cut(graph, unit, last[unit] + 1, weighed) for unit in ordered[:-1]]
 
 
+def cut_after(graph: ModelGraph, unit: str) -> Cut:
+    """The cut after a module that the graph runs."""
+    ends = [position for position, _ in _ends(graph, (unit,))]
+    return _cut(graph, unit, ends[-1] + 1, _computed_from_weights(graph))
+
+
 def end_cuts_of(graph: ModelGraph, units: Sequence[str]) -> tuple[list[Cut], list[Cut]]:
     """The cut between what runs before the first unit and the units, and the cut after the last unit; none where
     stages cannot meet, or where no parameter is read beyond it. The first is as late as may be."""

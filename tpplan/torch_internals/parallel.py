@@ -2,17 +2,19 @@
 more than the schedule needs. Importing this module takes 0.7 s, as both import torch's compiler.
 
 torch's PipelineStage makes a buffer for each micro-batch's received tensors before the first step and keeps all of
-them, and its looped schedules keep each sent tensor until the step ends. A `FrugalStage` makes a buffer when it is
-received into, and drops it after the micro-batch's backward; a `LoopedStage` also drops what has been sent.
+them; its schedules keep each loss with its graph, and the looped ones each sent tensor, until the step ends. A
+`FrugalStage` makes a buffer when it is received into, and drops it and the loss's graph after the micro-batch's
+backward; a `LoopedStage` also drops what has been sent.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
 
@@ -26,6 +28,7 @@ __all__ = [
     "LoopedSchedule",
     "LoopedStage",
     "MemTracker",
+    "StagesTracker",
     "Tracker",
     "orders_of",
 ]
@@ -50,6 +53,24 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
             gradient = getattr(getattr(parameter, attribute, None), "grad", None)
             if gradient is not None:
                 self._update_and_maybe_create_winfos(gradient, part)
+
+
+class StagesTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """MemTracker without statistics of modules: these take no module that runs forward several times before its
+    backward, as those of a stage do, and their hooks keep what a module was given until the step ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = _NoModules()  # type: ignore[no-untyped-call]
+
+
+class _NoModules(ModTracker):
+    """A ModTracker that tracks no modules."""
+
+    def __enter__(self) -> "_NoModules":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 # ---- pipelines
@@ -78,7 +99,12 @@ def orders_of(schedule: LoopedSchedule) -> list[list[tuple[int, str, int]]]:
 
 
 class FrugalStage(PipelineStage):
-    """A PipelineStage whose buffers for received tensors live from receiving to the end of the backward."""
+    """A PipelineStage whose buffers for received tensors live from receiving to the end of the backward.
+    `before_backward` is called as the backward of a micro-batch begins."""
+
+    def __init__(self, *args: Any, before_backward: Callable[[], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before_backward = before_backward
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
@@ -102,8 +128,11 @@ class FrugalStage(PipelineStage):
             self._make(self.grad_recv_info[bwd_chunk_id], requires_grad=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._before_backward()
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it until the step ends, and its graph holds what was received
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in _with_buffers(infos.get(bwd_chunk_id, ())):
                 info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)

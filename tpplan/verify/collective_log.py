@@ -42,6 +42,8 @@ from tpplan.trace.noted_calls import naming_modules
 _NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
 #: ops in these namespaces that only wait for a collective, or wrap its result
 _NO_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+#: ops that take what another rank sends
+_RECEIVING = frozenset({"recv_", "recv_any_source_"})
 _KINDS = {
     "all_reduce": Collective.ALL_REDUCE,
     "all_reduce_": Collective.ALL_REDUCE,
@@ -83,8 +85,11 @@ class CollectiveLog(TorchDispatchMode):
         self._running: list[str] = []
         self._model = model
         self._groups = _groups(mesh, AXES)
+        #: of the axes of experts, whose groups may be those of other axes too
+        self._of_experts: dict[str, tuple[str, int]] = {}
         if (of_experts := mesh_of_experts(model)) is not None:
-            self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
+            self._of_experts = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD))
+            self._groups = self._of_experts | self._groups
         if (over_tp := mesh_over_tp(model)) is not None:
             for axis, name in ((Axis.REPLICATE, REPLICATE), (Axis.SHARD_TP, SHARD_TP)):
                 group = over_tp.get_group(name)
@@ -105,16 +110,16 @@ class CollectiveLog(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name, _ = str(func).split(".", 2)
-        if namespace in _NAMESPACES and name not in _NO_COLLECTIVES:
-            self.issued.append(self._described(name, args))
+        if name := _collective(func):
+            self.issued.append(self.described(name, args))
         return func(*args, **(kwargs or {}))
 
-    def _described(self, name: str, args: tuple[Any, ...]) -> Issued:
+    def described(self, name: str, args: tuple[Any, ...]) -> Issued:
+        """The collective that an operator of some name issues with these arguments."""
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        axis, ranks = self._group(args)
-        owner = _owner()
-        kind = _KINDS.get(name)
+        owner, kind = _owner(), _KINDS.get(name)
+        # Rows of experts are exchanged, and FSDP exchanges nothing, whose group may be the same.
+        axis, ranks = self._group(args, self._of_experts if kind is Collective.ALL_TO_ALL else {})
         whole = max((tensor.nbytes for tensor in tensors), default=0)
         return Issued(
             where=self._where(owner),
@@ -125,15 +130,17 @@ class CollectiveLog(TorchDispatchMode):
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
 
-    def _group(self, args: tuple[Any, ...]) -> tuple[str, int]:
-        """The name and number of ranks of the mesh axis whose group a collective is given."""
+    def _group(self, args: tuple[Any, ...], first: Mapping[str, tuple[str, int]]) -> tuple[str, int]:
+        """The name and number of ranks of the mesh axis whose group a collective is given, of the groups in `first`
+        before all others."""
+        known = {**self._groups, **first}
         for argument in args:
-            if isinstance(argument, str) and argument in self._groups:
-                return self._groups[argument]
+            if isinstance(argument, str) and argument in known:
+                return known[argument]
             if isinstance(argument, torch.ScriptObject):
                 with contextlib.suppress(RuntimeError, TypeError):  # a ScriptObject of something else: an operation
                     group = ProcessGroup.unbox(argument)
-                    return self._groups.get(group.group_name, (group.group_name, group.size()))
+                    return known.get(group.group_name, (group.group_name, group.size()))
         return "unknown", 1
 
     def _where(self, owner: object) -> str:
@@ -151,6 +158,47 @@ class CollectiveLog(TorchDispatchMode):
 
     def _running_module(self) -> str:
         return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
+
+
+class StagesLog(TorchDispatchMode):
+    """A mode that logs the collectives of a rank's stages, in `logs` by stage, and in `between` what the rank sends to
+    the ranks that hold the other stages, whose group is `others`. The code that runs the step says which pass of which
+    stage begins."""
+
+    def __init__(self, parts: Sequence[nn.Module], mesh: DeviceMesh, others: ProcessGroup | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logs = [CollectiveLog(part, mesh) for part in parts]
+        self.between: list[Issued] = []
+        self._others = others.group_name if others is not None else None
+        self._running = self.logs[0]
+
+    def begin(self, index: int, during: Pass) -> None:
+        """Begins a pass of one of the stages."""
+        self._running = self.logs[index]
+        self._running.begin(during)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Keeps track of the modules that run inside."""
+        with contextlib.ExitStack() as stack:
+            for log in self.logs:
+                stack.enter_context(log.naming())
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if name := _collective(func):
+            issued = self._running.described(name, args)
+            if issued.axis != self._others:
+                self._running.issued.append(issued)
+            elif name not in _RECEIVING:
+                self.between.append(issued)
+        return func(*args, **(kwargs or {}))
+
+
+def _collective(func: Any) -> str:
+    """The name of an operator that communicates; "" for any other."""
+    namespace, name, _ = str(func).split(".", 2)
+    return name if namespace in _NAMESPACES and name not in _NO_COLLECTIVES else ""
 
 
 def _groups(mesh: DeviceMesh, axes: Iterable[Axis]) -> dict[str, tuple[str, int]]:

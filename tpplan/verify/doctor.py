@@ -27,8 +27,9 @@ from tpplan.solvers.problem import Expression, Node, Problem, Term
 from tpplan.torch_internals.operators import missing_ops
 from tpplan.torch_internals.probes import failed_probes, probes
 from tpplan.torch_internals.versions import NEWEST, OLDEST, complaint
+from tpplan.verify.checks import Outcome
 from tpplan.verify.spawn_ranks import on_ranks
-from tpplan.verify.verify import Outcome, verify_plan
+from tpplan.verify.verify import verify_plan
 
 #: seconds for two ranks to start and add up a number, and for a whole round
 RANKS_TIMEOUT_S, ROUND_TIMEOUT_S = 60.0, 120.0

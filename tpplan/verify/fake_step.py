@@ -11,7 +11,9 @@ FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -32,7 +34,7 @@ from tpplan.costs.runs.gpu_kernels import fused_attention, fused_rms_norm
 from tpplan.experts import exchange
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan
-from tpplan.search.models.subject import in_precision
+from tpplan.search.models.subject import BuildModel, in_precision
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensorMode
 from tpplan.torch_internals.groups import fake_group
@@ -44,6 +46,8 @@ from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_a
 from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,14 @@ def fake_step(
     DTensor has met every operator (at the first call of one it makes fake results as large as the full tensor).
     Raises what apply_plan raises. Code that asks for values which only training has runs as if all experts were chosen.
     """
-    run = functools.partial(_fake_step, build_model, inputs, loss, plan, is_tracked=is_tracked)
+    return guessing_where_asked(
+        build_model, functools.partial(_fake_step, build_model, inputs, loss, plan, is_tracked=is_tracked)
+    )
+
+
+def guessing_where_asked(build_model: BuildModel, run: Callable[[AbstractContextManager[None]], Result]) -> Result:
+    """What `run` returns under a context: under one that guesses values that only training has, where its code asks for
+    such."""
     try:
         return run(contextlib.nullcontext())
     except Exception as error:
@@ -126,7 +137,7 @@ def _fake_step(
     inputs: Inputs,
     loss: Loss,
     plan: Plan,
-    guessing: contextlib.AbstractContextManager[None],
+    guessing: AbstractContextManager[None],
     *,
     is_tracked: bool,
 ) -> FakeStep:
@@ -150,7 +161,7 @@ def _fake_step(
                     _step(model, faked, loss, plan, optimizer, log=log)
                 return FakeStep(
                     issued=tuple(log.issued),
-                    shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
+                    shapes={plan_name(name): local_shape_of(weight) for name, weight in model.named_parameters()},
                     tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked and can_be_tracked else None,
                 )
 
@@ -161,24 +172,26 @@ def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, AXES)))
 
 
-def _local_shape(weight: Tensor) -> tuple[int, ...]:
+def local_shape_of(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a rank's part of a parameter."""
     return tuple((local_part(weight) if isinstance(weight, DTensor) else weight).shape)
 
 
 def _peak(model: nn.Module, inputs: Inputs, loss: Loss, plan: Plan, optimizer: torch.optim.Optimizer) -> Tracked:
     if not isinstance(model, FSDPModule):
         plain = MemTracker()
-        plain.track_external(model, optimizer, *_tensors(inputs))
+        plain.track_external(model, optimizer, *tensors_of(inputs))
         return _tracked(plain, None, model, inputs, loss, plan, optimizer)
     as_it_is = FSDPMemTracker(model, optimizer)
     tracker = Tracker(model, optimizer)
     for one in (as_it_is, tracker):
-        one.track_inputs(tuple(_tensors(inputs)))
+        one.track_inputs(tuple(tensors_of(inputs)))
     known = _tracked(as_it_is, None, model, inputs, loss, plan, optimizer).peak_bytes
     return _tracked(tracker, known, model, inputs, loss, plan, optimizer)
 
 
-def _tensors(inputs: Inputs) -> list[Tensor]:
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """The tensors among inputs."""
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 

@@ -66,8 +66,10 @@ class Subject:
         neither."""
         if self.spec.loss is not None:
             return self.spec.loss(outputs, inputs)
+        is_training = torch.is_grad_enabled()
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        found = next((leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad), None)
+        scalars = (leaf for leaf in leaves if leaf.dim() == 0 and leaf.is_floating_point())
+        found = next((leaf for leaf in scalars if leaf.requires_grad or not is_training), None)
         if found is None:
             raise ModelError(
                 f"{self.spec.source}: there is no loss to train with: define loss(outputs, inputs), or let the model "
@@ -286,9 +288,9 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
     """Runs a model to which the plan was applied in float32, and then once more in the plan's own precision."""
     data_rank, steps = plan.mesh.data_rank(dist.get_rank()), plan.batch.accumulation_steps
     every = subject.micro_batches(plan)[data_rank * steps : (data_rank + 1) * steps]
-    own = [_on_device(inputs, mesh.device_type) for inputs in every]
+    own = [on_device(inputs, mesh.device_type) for inputs in every]
     named = {plan_name(name): parameter for name, parameter in model.named_parameters()}
-    parameters = tuple(name for name, value in named.items() if not _is_same(value, reference.parameters[name]))
+    parameters = tuple(name for name, value in named.items() if not is_same(value, reference.parameters[name]))
     loss = train_step(model, subject, own)
     gradients = gradient_errors(named, reference.gradients)
     if plan.precision is not Precision.FP32:
@@ -311,7 +313,8 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
     )
 
 
-def _on_device(inputs: Inputs, device_type: str) -> Inputs:
+def on_device(inputs: Inputs, device_type: str) -> Inputs:
+    """The inputs with their tensors on a device."""
     found: Inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device_type), inputs)
     return found
 
@@ -320,7 +323,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def _is_same(parameter: Tensor, expected: Tensor) -> bool:
+def is_same(parameter: Tensor, expected: Tensor) -> bool:
+    """True where a parameter, whole, is as expected, bit by bit."""
     return torch.equal(_whole(parameter), expected)
 
 

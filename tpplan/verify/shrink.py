@@ -1,4 +1,5 @@
-"""Shrinks a plan to fewer ranks, fewer layers or float32, so that it can run where the whole plan cannot.
+"""Shrinks a plan to fewer ranks, fewer layers or float32, so that it can run where the whole plan cannot. A plan of
+stages is shrunk by its stages.
 
 Placements, conversions, recomputation and FSDP units are carried over by name. The collectives, the prediction and the
 fingerprints remain those of the original plan; whoever runs a shrunk plan computes them anew
@@ -13,7 +14,17 @@ from tpplan.core.errors import UsageError
 from tpplan.core.layout import Conversion, Layout, LayoutKind
 from tpplan.core.mesh import Mesh, divisors
 from tpplan.core.name_patterns import format_ranges, is_pattern, parse_ranges, substitute
-from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, SizePlan
+from tpplan.plan.plan import (
+    BoundaryPlan,
+    BufferPlan,
+    CrossingPlan,
+    MeshPlan,
+    ParameterPlan,
+    Plan,
+    Precision,
+    SizePlan,
+    StagePlan,
+)
 
 T = TypeVar("T")
 
@@ -149,11 +160,20 @@ def in_float32(plan: Plan) -> Plan:
         plan,
         precision=Precision.FP32,
         parameters={name: replace(p, dtype=_wide(p.dtype)) for name, p in plan.parameters.items()},
+        stage=_wide_stage(plan.stage) if plan.stage is not None else None,
         boundaries={
             name: BoundaryPlan(inputs=_wide_crossings(b.inputs), outputs=_wide_crossings(b.outputs))
             for name, b in plan.boundaries.items()
         },
     )
+
+
+def _wide_stage(stage: StagePlan) -> StagePlan:
+    """The stage with what it receives and sends in float32."""
+    receives, sends = (
+        tuple(replace(one, dtype=_wide(one.dtype)) for one in tensors) for tensors in (stage.receives, stage.sends)
+    )
+    return replace(stage, receives=receives, sends=sends)
 
 
 def _wide_crossings(table: Mapping[str, CrossingPlan]) -> dict[str, CrossingPlan]:

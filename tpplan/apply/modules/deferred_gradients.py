@@ -118,6 +118,11 @@ class Deferral:
         return found
 
 
+def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[object]:
+    """The context of a step that defers weights' gradients, or that defers none."""
+    return deferral.deferring() if deferral is not None else contextlib.nullcontext()
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Target:

@@ -1,17 +1,14 @@
 """Traces a model, cuts it into stages, and solves each stage as a model of its own; keeps what it has solved."""
 
-import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
 
-from tpplan.core.errors import InfeasibleError, ModelError, TpplanError, UsageError
+from tpplan.core.errors import InfeasibleError, TpplanError, UsageError
 from tpplan.core.graph import enclosing, within
 from tpplan.experts.expert_share import Division
 from tpplan.layouts.assignment import master_bytes
@@ -24,6 +21,7 @@ from tpplan.search.diagnose import no_layout
 from tpplan.search.expert_degrees import divisions_of
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
+from tpplan.search.pipelines.cut_errors import cut_errors, loss_of_sent
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.pipelines.stage_loads import Loads, loads_of
@@ -33,8 +31,7 @@ from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
-from tpplan.stages.cut_proof import difference, written_buffers
-from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, end_of, stages_of
+from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +326,7 @@ class StageSolver:
         options; None where none fits."""
         options = replace(
             self.options,
-            loss=self.options.loss if stage.last is None else _stand_in,
+            loss=self.options.loss if stage.last is None else loss_of_sent,
             tp=degrees.tp,
             fsdp=degrees.fsdp or None,
             ep=degrees.ep if self._has_experts(stage, degrees) else 1,
@@ -372,26 +369,5 @@ class StageSolver:
     def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
         """Raises ModelError where a stage does not run its part of the whole model on the same values, and UsageError
         where stages of a rank write the same buffer."""
-        written: dict[tuple[int, str], int] = {}
-        whole = self.points(1).traces.really_traced(micro_batch).graph
-        ends = [0, *(end_of(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
-        for stage in stages:
-            subject = replace(
-                self.request.subject, stage=stage.bare, loss=self.options.loss if stage.last is None else _stand_in
-            )
-            graph = TraceCache(subject, self.reuse).really_traced(micro_batch).graph
-            own = range(ends[stage.index], ends[stage.index + 1])
-            if problem := difference(whole, graph, stage, own):
-                raise ModelError(f"the model in stages is not the model: {problem}; plan without --pp")
-            for label in written_buffers(graph):
-                other = written.setdefault((stage.index % shape.parts, label), stage.index)
-                if other != stage.index:
-                    raise UsageError(
-                        f"stages {other} and {stage.index} of a rank write buffer {label}, which would be written "
-                        "twice for each micro-batch: take one stage a rank (--virtual-stages 1)"
-                    )
-
-
-def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
-    """The loss of a stage that is not the last: gradients of all that it sends come back."""
-    return functools.reduce(operator.add, (tensor.sum() for tensor in outputs))
+        for _, error in cut_errors(self.points(1).traces, stages, shape.parts, micro_batch):
+            raise error

@@ -1,0 +1,45 @@
+"""What is wrong with a model in stages, whose graphs are compared with the whole model's."""
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpplan.core.errors import ModelError, TpplanError, UsageError
+from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.models.trace_cache import TraceCache
+from tpplan.stages.cut_proof import difference, written_buffers
+from tpplan.stages.cuts import end_of
+
+
+def cut_errors(
+    whole: TraceCache, stages: Sequence[StagePlan], parts: int, micro_batch: int
+) -> Iterator[tuple[StagePlan, TpplanError]]:
+    """Yields a stage with a ModelError where it does not run its part of the whole model on the same values, and with a
+    UsageError where it writes a buffer that another stage of its rank writes. `whole` is the cache of the whole model,
+    `parts` is the number of parts of the pipeline."""
+    graph = whole.really_traced(micro_batch).graph
+    ends = [0, *(end_of(graph, stage) for stage in stages[:-1]), len(graph.nodes)]
+    written: dict[tuple[int, str], int] = {}
+    for stage in stages:
+        loss = whole.subject.loss if stage.last is None else loss_of_sent
+        traces = TraceCache(replace(whole.subject, stage=stage.bare, loss=loss), whole.reuse)
+        own = traces.really_traced(micro_batch).graph
+        if problem := difference(graph, own, stage, range(ends[stage.index], ends[stage.index + 1])):
+            yield stage, ModelError(f"the model in stages is not the model: {problem}; plan without --pp")
+        for label in written_buffers(own):
+            other = written.setdefault((stage.index % parts, label), stage.index)
+            if other != stage.index:
+                yield (
+                    stage,
+                    UsageError(
+                        f"stages {other} and {stage.index} of a rank write buffer {label}, which would be written "
+                        "twice for each micro-batch: take one stage a rank (--virtual-stages 1)"
+                    ),
+                )
+
+
+def loss_of_sent(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
+    """The loss of a stage that is not the last: gradients of all that it sends come back."""
+    return functools.reduce(operator.add, (tensor.sum() for tensor in outputs))
