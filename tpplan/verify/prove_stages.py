@@ -56,8 +56,7 @@ def prove_stages(
     Raises VerificationError with the stage and the JSON path of a mistake in the plan, ModelError where the model
     cannot be traced.
     """
-    reuse, count = Reuse(), len(plan.stages)
-    micro_batch = plan.batch.micro_batch
+    reuse, count, micro_batch = Reuse(), len(plan.stages), plan.batch.micro_batch
     subject = replace(Subject.of_plan(plan.stages[0], build_model, example_inputs, loss), stage=None, experts=None)
     whole = TraceCache(subject, reuse)
     sections = _sections(plan)
@@ -65,19 +64,12 @@ def prove_stages(
     proven: list[Proven] = []
     for index, own in enumerate(plan.stages):
         progress(index, count)
+        of_stage = loss if sections[index].last is None else loss_of_sent
         try:
-            proven.append(
-                prove_plan(
-                    own,
-                    build_model,
-                    example_inputs,
-                    loss=loss if sections[index].last is None else loss_of_sent,
-                    is_as_solved=is_as_solved,
-                    reuse=reuse,
-                )
-            )
+            made = prove_plan(own, build_model, example_inputs, loss=of_stage, is_as_solved=is_as_solved, reuse=reuse)
         except VerificationError as error:
             raise VerificationError(f"stages[{index}].{error}") from error
+        proven.append(made)
     _refuse(f"stages[{one.index}].stage: {why}" for one, why in cut_errors(whole, sections, plan.parts, micro_batch))
     progress(count, count)
     if is_as_solved:

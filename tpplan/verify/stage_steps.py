@@ -141,11 +141,10 @@ def examine_stages(
     for parameter in model.parameters():
         parameter.grad = None
     log = _logged_step(model, subject, own)
-    shard_rank = dist.get_rank() // mesh.tp % mesh.shard
     everything = tuple(one for stage in log.logs for one in stage.issued)
     return StageFindings(
         values=Findings(
-            shard_rank=shard_rank,
+            shard_rank=dist.get_rank() // mesh.tp % mesh.shard,
             parameters=differing,
             loss=loss,
             gradients=gradients,
