@@ -29,9 +29,12 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tpplan.torch_internals.autograd import leaf_only_copied
+from tpplan.torch_internals.fakes import FakeTensor
 from tpplan.torch_internals.tensors import is_of_functorch
 
 _linear = functional.linear
+#: types of tensors of which products are deferred, those of a verified step without memory among them
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 
 class Product(NamedTuple):
@@ -108,7 +111,7 @@ class Deferral:
         self.products.pop(key, None)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not is_of_functorch(x)
+        is_plain = {type(x), type(weight)} <= _PLAIN and not is_of_functorch(x)
         is_asked = self.running is not None and not torch.compiler.is_compiling()
         if not is_asked or not is_plain or not (torch.is_grad_enabled() and x.requires_grad):
             return _linear(x, weight, bias)
