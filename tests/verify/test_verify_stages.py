@@ -21,7 +21,7 @@ from tpplan.commands import main
 from tpplan.core.errors import UsageError, VerificationError
 from tpplan.core.layout import R
 from tpplan.core.mesh import Mesh
-from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Pass, Plan
 from tpplan.plan.proof_hash import why_unproven
 from tpplan.plan.sections.ranks import StagePlan, TensorPlan
@@ -75,7 +75,14 @@ def loss(outputs, inputs):
 
 
 def solved(
-    source: str, *, gpus: int = 2, virtual: int = 1, batch: int = 4, prove: bool = True, **options: Any
+    source: str,
+    *,
+    gpus: int = 2,
+    virtual: int = 1,
+    schedule: Schedule | None = None,
+    batch: int = 4,
+    prove: bool = True,
+    **options: Any,
 ) -> PipelinePlan:
     """A plan of two parts."""
     spec = load_model_file(source)
@@ -85,6 +92,7 @@ def solved(
         spec.example_inputs,
         stages=2,
         virtual_stages=virtual,
+        schedule=schedule or (Schedule.INTERLEAVED if virtual > 1 else Schedule.ONE_F_ONE_B),
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=eager_to_shard()),
         global_batch=batch,
         seq_len=16,
@@ -156,7 +164,7 @@ def test_a_right_plan_passes_on_real_ranks(
     assert code == 0, out
     names = [line.split()[1] for line in out.splitlines() if line.startswith("pass")]
     assert names == ["proof", "parameters", "loss", "evaluation", "gradients", "collectives", "sends", "memory"]
-    assert "2 stages on 2 parts of replicate 1 x shard 1 x tp 1, 1f1b" in out
+    assert "2 stages on 2 parts of replicate 1 x shard 1 x tp 1, 1f1b, fp32" in out
 
 
 @pytest.mark.parametrize(
@@ -165,8 +173,10 @@ def test_a_right_plan_passes_on_real_ranks(
         {"tp": 2, "virtual": 2},
         {"tp": 1, "fsdp": 2, "virtual": 2, "reshard_after_forward": True},
         {"tp": 1, "fsdp": 2, "precision": "bf16-mixed", "recompute": "full"},
+        {"tp": 1, "fsdp": 2, "schedule": Schedule.ZERO_BUBBLE},
+        {"tp": 2, "virtual": 2, "schedule": Schedule.ZERO_BUBBLE},
     ],
-    ids=["tp-interleaved", "fsdp-interleaved", "fsdp-mixed"],
+    ids=["tp-interleaved", "fsdp-interleaved", "fsdp-mixed", "fsdp-zero-bubble", "tp-zero-bubble"],
 )
 def test_other_right_plans_pass(options: dict[str, Any]) -> None:
     """On real ranks, and each part on fake tensors."""
