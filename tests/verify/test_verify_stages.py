@@ -245,6 +245,19 @@ def test_a_stage_runs_on_fewer_ranks() -> None:
         on_fewer_ranks(plan, 3)
 
 
+def test_what_is_deferred_on_fewer_ranks_is_counted_anew() -> None:
+    plan = solved(MLP, gpus=16, tp=4, schedule=Schedule.ZERO_BUBBLE, batch=16, prove=False)
+    smaller = proven(on_fewer_ranks(plan, 4), is_as_solved=False)
+    sections = [(own.stage, made.stage) for own, made in zip(plan.stages, smaller.stages, strict=True)]
+    ((_, first), (before, after)) = sections
+    assert first
+    assert before
+    assert after
+    assert first.deferred.kept_bytes == 0
+    assert after.deferred.kept_bytes == pytest.approx(2 * before.deferred.kept_bytes, rel=0.5)
+    assert after.deferred.largest_bytes == 2 * before.deferred.largest_bytes
+
+
 # ---- planted faults, in the plan
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tpplan.core.errors import VerificationError
 from tpplan.core.graph import ModelGraph
+from tpplan.costs.prediction.deferred_gradients import deferred_bytes
 from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
@@ -144,8 +145,7 @@ def _listed(values: Sequence[object]) -> str:
 
 def _held(plan: PipelinePlan, sections: Sequence[StagePlan]) -> list[Held]:
     """What the rank of each stage holds while it runs, by the plan's schedule."""
-    shape = PipelineShape(parts=plan.parts, virtual_stages=plan.virtual_stages)
-    return held(sections, shape, plan.batch.accumulation_steps, plan.stages[0].mesh.tp)
+    return held(sections, PipelineShape.of(plan), plan.batch.accumulation_steps, plan.stages[0].mesh.tp)
 
 
 def _in_flight_problems(plan: PipelinePlan, sections: Sequence[StagePlan]) -> Iterator[str]:
@@ -162,6 +162,11 @@ def _with_what_ranks_hold(plan: PipelinePlan, proven: Sequence[Proven], reuse: R
     for one in proven:
         assert one.plan.stage is not None
         kept, resting = bytes_between(one.assignment, reuse.executor)
-        plans.append(replace(one.plan, stage=replace(one.plan.stage, kept_bytes=kept, resting_bytes=resting)))
+        deferred = one.plan.stage.deferred
+        if one.plan.stage.index:
+            read, largest = deferred_bytes(one.assignment)
+            deferred = replace(deferred, kept_bytes=read, largest_bytes=largest)
+        stage = replace(one.plan.stage, kept_bytes=kept, resting_bytes=resting, deferred=deferred)
+        plans.append(replace(one.plan, stage=stage))
     beside = _held(plan, [own.stage for own in plans if own.stage is not None])
     return [replace(one, plan=with_held(own, now)) for one, own, now in zip(proven, plans, beside, strict=True)]

@@ -26,23 +26,30 @@ _LINEAR = "aten.linear.default"
 
 def deferred(assignment: Assignment, formulation: Formulation, executor: Executor) -> DeferredPlan:
     """What a rank defers of a micro-batch; `formulation` is that of the assignment alone."""
-    graph, tp, times = assignment.graph, assignment.tp, KnownTimes(formulation.setting.profile)
+    times, seconds = KnownTimes(formulation.setting.profile), Counter[str]()
+    for op in _linear_layers(assignment):
+        product = _product(assignment, op, executor)
+        seconds[op.module] += times.kernel(product).seconds if product is not None else 0.0  # type: ignore[assignment]
+    kept, largest = deferred_bytes(assignment)
+    return DeferredPlan(
+        seconds=float(sum(seconds.values())),
+        kept_bytes=kept,
+        largest_bytes=largest,
+        exposed_s=_exposed_s(formulation, {} if assignment.has_uneven_reads else seconds),
+    )
+
+
+def deferred_bytes(assignment: Assignment) -> tuple[float, float]:
+    """Bytes that a rank keeps for the deferred products of a micro-batch, and those of the largest product."""
+    graph, tp, largest = assignment.graph, assignment.tp, 0
     read: dict[str, int] = {}
-    largest, seconds = 0, Counter[str]()
     for op in _linear_layers(assignment):
         strategy, result = assignment.strategy(op.name), op.results[0]
         x = _before_crossing(assignment, op.operands[0])
         read[x] = local_bytes(graph.values[x], strategy.operands[0], tp)
         read[result] = local_bytes(graph.values[result], strategy.results[0], tp)
         largest = max(largest, local_bytes(graph.values[op.operands[1]], strategy.operands[1], tp))
-        product = _product(assignment, op, executor)
-        seconds[op.module] += times.kernel(product).seconds if product is not None else 0.0  # type: ignore[assignment]
-    return DeferredPlan(
-        seconds=float(sum(seconds.values())),
-        kept_bytes=float(sum(read.values())),
-        largest_bytes=float(largest),
-        exposed_s=_exposed_s(formulation, {} if assignment.has_uneven_reads else seconds),
-    )
+    return float(sum(read.values())), float(largest)
 
 
 def _exposed_s(formulation: Formulation, seconds: Mapping[str, float]) -> float:
