@@ -13,10 +13,11 @@ from tpplan.plan.plan import Plan
 from tpplan.verify.verify import verify_plan
 
 
-@pytest.mark.parametrize("fsdp", [4, 2])
+@pytest.mark.parametrize(("fsdp", "recompute"), [(4, "none"), (2, "none"), (4, "selective")])
 @pytest.mark.parametrize("dry", [False, True])
-def test_every_check_passes(fsdp: int, dry: bool) -> None:
-    plan = solved(OwnMoe, gpus=4, ep=2, fsdp=fsdp)
+def test_every_check_passes(fsdp: int, recompute: str, dry: bool) -> None:
+    """Rows that a selectively recomputed layer exchanges travel again in backward."""
+    plan = solved(OwnMoe, gpus=4, ep=2, fsdp=fsdp, recompute=recompute)
     report = verify_plan(plan, moe_models.__file__, dry=dry)
     assert {check.outcome for check in report.checks} == {"pass"}, report
     assert "collectives" in {check.name for check in report.checks}

@@ -1,10 +1,12 @@
 """Results that a selectively recomputed module keeps from its forward to its replay in backward.
 
-torch's selective checkpoint keeps the results of products, attention and sums over ranks. A product that only
-conversions read, which sum it over ranks or exchange its slices, is needed no more once their result is kept: of a
-projection by rows it would be tp times as large as that. So it is let go when the conversion has read it, and so are
-copies that the conversion makes of it. In the replay, where the conversion's collective gives its kept result, a tensor
-of NaNs stands for it.
+torch's selective checkpoint keeps the results of products, attention and sums over ranks, of all-to-alls only those of
+conversions: rows that travel to experts and back, several times as many as a layer's own, travel again.
+
+A product that only conversions read, which sum it over ranks or exchange its slices, is needed no more once their
+result is kept: of a projection by rows it would be tp times as large as that. So it is let go when the conversion has
+read it, and so are copies that the conversion makes of it. In the replay, where the conversion's collective gives its
+kept result, a tensor of NaNs stands for it.
 
 A product that something else reads is kept: if it is read before the conversion it is not let go, and if it is read
 after it, the reader has it still.
@@ -111,6 +113,8 @@ class _Policy:
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         found = _policy(self.kept, context, op)
+        if _base(op) in _SUMS and not is_summing():
+            found = CheckpointPolicy.PREFER_RECOMPUTE
         if context.is_recompute:
             self.replayed += 1
             return CheckpointPolicy.MUST_SAVE if self.replayed in self.copies else found
