@@ -96,6 +96,20 @@ def test_nothing_is_deferred_without_gradients_outside_and_in_functions_of_torch
     assert not deferral.products
 
 
+def test_hooks_on_a_weight_see_its_whole_gradient() -> None:
+    """A weight that is read twice has one gradient in a backward, which a hook may change."""
+    layer, x, deferral = nn.Linear(4, 4, bias=False), torch.randn(3, 4, requires_grad=True), Deferral()
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[no-untyped-call]
+    layer(layer(x)).sum().backward()
+    wanted, layer.weight.grad = layer.weight.grad, None
+    deferral.begin("one")
+    with deferral.deferring():
+        layer(layer(x)).sum().backward()
+        list(deferral.weight_gradients("one"))
+    assert wanted is not None
+    assert torch.equal(layer.weight.grad, wanted)
+
+
 def test_gradients_that_nobody_computes_are_told() -> None:
     deferral = Deferral()
     deferral.begin("one")
@@ -209,5 +223,5 @@ def test_plans_and_options_that_cannot_defer_are_refused() -> None:
         replace(plan, stages=tuple(stages)).check("plan.json")
     with pytest.raises(UsageError, match="--schedule zero-bubble with --compile"):
         solved(Stack, stages=2, gpus=2, schedule=ZERO_BUBBLE, compile=True)
-    with pytest.raises(UsageError, match="--schedule interleaved with 1 stages a GPU"):
+    with pytest.raises(UsageError, match="--schedule interleaved with --virtual-stages 1"):
         solved(Stack, stages=2, gpus=2, schedule=Schedule.INTERLEAVED)

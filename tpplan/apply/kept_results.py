@@ -50,6 +50,8 @@ _OPS = {
 KEPT_OPS = {mode: frozenset(op for kind, ops in _OPS.items() if kind in mode.keeps for op in ops) for mode in Recompute}
 
 _PRODUCTS, _SUMS = frozenset(_OPS[WorkKind.PRODUCT]), frozenset(_OPS[WorkKind.SUM])
+#: the sum's op by which rows travel to experts, too
+_EXCHANGE = "_c10d_functional::all_to_all_single"
 #: ops that return views without telling autograd: a write through one would change a kept result unseen
 _UNSAFE = ("aten::unsafe_chunk", "aten::unsafe_split")
 #: the view of torch's own that says so nowhere: of the result of a product with a tensor of more than two dims
@@ -113,7 +115,7 @@ class _Policy:
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         found = _policy(self.kept, context, op)
-        if _base(op) in _SUMS and not is_summing():
+        if _base(op) == _EXCHANGE and not is_summing():
             found = CheckpointPolicy.PREFER_RECOMPUTE
         if context.is_recompute:
             self.replayed += 1

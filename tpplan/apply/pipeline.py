@@ -330,8 +330,8 @@ class Runner(nn.Module):
             self.deferral.begin((self.stage.index, index) if self.defers else None)
 
     def weight_gradients(self) -> Callable[[], None]:
-        """What computes the gradients that the backward that has just ended deferred; the last of a step reduces what
-        has accumulated."""
+        """Returns a function that computes the gradients which the last backward deferred; the last one of a step
+        reduces what has accumulated."""
         return functools.partial(self._complete, self.in_backward)
 
     def _complete(self, index: int) -> None:

@@ -102,8 +102,8 @@ class _Turns(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Of each stage of a rank, the micro-batches in flight, whose forward has begun and whose backward has not ended;
-    and those with weight gradients to come, whose backward has begun."""
+    """The micro-batches that each stage of a rank keeps something of: those in flight, whose forward has begun and
+    whose backward has not ended; and those with weight gradients to come, whose backward has begun."""
 
     in_flight: tuple[int, ...]
     deferred: tuple[int, ...]

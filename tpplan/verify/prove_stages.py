@@ -127,7 +127,8 @@ def _section_problems(graph: ModelGraph, plan: PipelinePlan, sections: Sequence[
 
 
 def _difference(planned: object, implied: object) -> str:
-    """What a plan says, and what follows from the cuts, in words; of names those that only one of the two has."""
+    """The difference of what a plan says and what follows from the cuts, in words; of names those that only one of the
+    two has."""
     if not isinstance(planned, tuple) or not isinstance(implied, tuple):
         return f"the plan says {planned}, and the cuts imply {implied}"
     left_out, added = ([one for one in a if one not in b] for a, b in ((implied, planned), (planned, implied)))
@@ -144,7 +145,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def _held(plan: PipelinePlan, sections: Sequence[StagePlan]) -> list[Held]:
-    """What the rank of each stage holds while it runs, by the plan's schedule."""
+    """The bytes and micro-batches that the rank of each stage holds while it runs, by the plan's schedule."""
     return held(sections, PipelineShape.of(plan), plan.batch.accumulation_steps, plan.stages[0].mesh.tp)
 
 

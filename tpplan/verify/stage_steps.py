@@ -381,7 +381,7 @@ class _FakeRank:
         return outputs
 
     def _arriving(self, action: Action) -> tuple[Tensor, ...]:
-        """What a rank receives for an action."""
+        """The tensors that a rank receives for an action."""
         stage, is_forward = self.runners[action.stage // self.parts].stage, action.work is StageWork.FORWARD
         planned = stage.receives if is_forward else stage.sends
         return tuple(

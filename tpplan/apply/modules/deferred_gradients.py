@@ -12,7 +12,8 @@ stage of a pipeline sends dx back first, and makes dW where it would wait [Qi et
 Parallelism", 2023, arXiv:2401.10241, section 2]. Until then x and dy are kept.
 
 Deferred are products by torch.nn.functional.linear whose weight is a parameter, or a rank's part of one. Whatever else
-a model computes with parameters, such as norms, lookups and biases, has its gradients in the backward.
+a model computes with parameters, such as norms, lookups and biases, has its gradients in the backward; so has a weight
+with hooks of the user's on its gradient, which see that of a backward as a whole.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tpplan.torch_internals.autograd import leaf_only_copied
 from tpplan.torch_internals.fakes import FakeTensor
-from tpplan.torch_internals.tensors import is_of_functorch
+from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks, is_of_functorch
 
 _linear = functional.linear
 #: types of tensors of which products are deferred, those of a verified step without memory among them
@@ -38,7 +39,8 @@ _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 
 class Product(NamedTuple):
-    """What a weight's gradient is made of: x [..., in], the gradient of y [..., out], and the weight as it was read."""
+    """The product dy^T x that gives a weight's gradient: x [..., in], the gradient of y [..., out], and the weight as
+    it was read."""
 
     x: Tensor
     gradient: Tensor
@@ -115,10 +117,17 @@ class Deferral:
         is_asked = self.running is not None and not torch.compiler.is_compiling()
         if not is_asked or not is_plain or not (torch.is_grad_enabled() and x.requires_grad):
             return _linear(x, weight, bias)
-        if not weight.requires_grad or not isinstance(leaf_only_copied(weight), nn.Parameter):
+        parameter = leaf_only_copied(weight) if weight.requires_grad else None
+        if not isinstance(parameter, nn.Parameter) or _is_watched(parameter):
             return _linear(x, weight, bias)
         found: Tensor = _Linear.apply(x, weight.detach(), bias, _Target(self, self.running, weight))  # type: ignore[no-untyped-call]
         return found
+
+
+def _is_watched(parameter: nn.Parameter) -> bool:
+    """True where others than tpplan have hooks on a parameter's gradient."""
+    hooks = (*gradient_hooks(parameter).values(), *accumulated_hooks(parameter).values())
+    return any(not type(hook).__module__.startswith("tpplan.") for hook in hooks)
 
 
 def deferring(deferral: Deferral | None) -> contextlib.AbstractContextManager[object]:

@@ -25,7 +25,7 @@ _LINEAR = "aten.linear.default"
 
 
 def deferred(assignment: Assignment, formulation: Formulation, executor: Executor) -> DeferredPlan:
-    """What a rank defers of a micro-batch; `formulation` is that of the assignment alone."""
+    """The products of a micro-batch that a rank defers; `formulation` is that of the assignment alone."""
     times, seconds = KnownTimes(formulation.setting.profile), Counter[str]()
     for op in _linear_layers(assignment):
         product = _product(assignment, op, executor)

@@ -44,7 +44,10 @@ UNSEARCHED = (
     "stages of different tp or fsdp degrees",
 )
 #: the same of a schedule that was not asked for
-UNDEFERRED = "zero-bubble schedules but at the degrees that are the best of 1f1b and of interleaved schedules"
+UNDEFERRED = (
+    "zero-bubble schedules but at the degrees that are the best of 1f1b and of interleaved schedules, and none with "
+    "--compile"
+)
 
 
 #: the same of graphs that were not traced
@@ -107,8 +110,8 @@ def why_not_scheduled(schedule: Schedule | None, shape: PipelineShape, options: 
         )
     if schedule not in (None, shape.schedule):
         return (
-            f"--schedule {schedule} with {shape.virtual_stages} stages a GPU: {Schedule.ONE_F_ONE_B} takes "
-            f"--virtual-stages 1, {Schedule.INTERLEAVED} 2 or more"
+            f"--schedule {schedule} with --virtual-stages {shape.virtual_stages}: {Schedule.ONE_F_ONE_B} takes 1, "
+            f"{Schedule.INTERLEAVED} 2 or more"
         )
     return ""
 
