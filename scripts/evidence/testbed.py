@@ -3,10 +3,13 @@
     sudo python scripts/evidence/testbed.py                              all models at 0.2, 1 and 5 Gbit/s, half an hour
     sudo python scripts/evidence/testbed.py --bandwidths 1 --models wide --folder kept   later more into the same folder
 
-Two network namespaces are the nodes, a shaped link between them the network, and two gloo ranks of one thread each run
-on either. At each bandwidth the cluster is profiled; for each model tpplan solves for it, and the plan it chose and
-those that practitioners would write (DDP, FSDP, Megatron's tensor parallelism with and without sequence parallelism,
-tensor parallelism inside nodes with data parallelism across, pipeline stages) train in turns. Printed are predicted and
+Two network namespaces are the nodes, a shaped link between them the network, and gloo ranks of one thread each run on
+either, each on a processor that is as fast whatever the others do: a core, or a fixed part of one. The more ranks share
+a core, the more the times in a profile spread: take a larger --profile-budget, or --ranks-per-node 1.
+
+At each bandwidth the cluster is profiled; for each model tpplan solves for it, and the plan it chose and those that
+practitioners would write (DDP, FSDP, Megatron's tensor parallelism with and without sequence parallelism, tensor
+parallelism inside nodes with data parallelism across, pipeline stages) train in turns. Printed are predicted and
 measured time of a step, and the regret: measured time of the chosen plan over that of the fastest. A machine that is
 busier with other work than while it was profiled is told by how much: then the errors are not the predictions'.
 
@@ -38,7 +41,7 @@ from tpplan.plan.pipeline_plan import PipelinePlan, PipelinePrediction
 from tpplan.plan.plan import Plan
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
-NUM_NODES, RANKS_PER_NODE = 2, 2
+NUM_NODES = 2
 BANDWIDTHS_GBIT_PER_S = (0.2, 1.0, 5.0)
 CHOSEN = "chosen"
 #: bars: of the median absolute relative error of a step's predicted time, and of the regret
@@ -119,7 +122,9 @@ class Case:
 # --- measuring
 
 
-def profile_cluster(network: Network, gbit_per_s: float, folder: Path, budget_s: float) -> HardwareProfile:
+def profile_cluster(
+    network: Network, gbit_per_s: float, ranks_per_node: int, folder: Path, budget_s: float
+) -> HardwareProfile:
     """The cluster's profile, measured inside it by `tpplan profile` where the folder holds none."""
     output = folder / f"profile-{gbit_per_s:g}.json"
     if not output.exists():
@@ -136,16 +141,16 @@ def profile_cluster(network: Network, gbit_per_s: float, folder: Path, budget_s:
             "--budget",
             str(budget_s),
         ]
-        _run(network, script, output, PATIENCE * budget_s)
+        _run(network, ranks_per_node, script, output, PATIENCE * budget_s)
     return load_profile(output)
 
 
-def _run(network: Network, script: Sequence[str], output: Path, longest_s: float) -> None:
+def _run(network: Network, ranks_per_node: int, script: Sequence[str], output: Path, longest_s: float) -> None:
     run_on_nodes(
         network,
         script,
         port=PORT,
-        ranks_per_node=RANKS_PER_NODE,
+        ranks_per_node=ranks_per_node,
         log=output.with_suffix(".log"),
         timeout_s=START_S + longest_s,
     )
@@ -155,7 +160,7 @@ def plans_of(workload: Workload, nodes: Nodes) -> dict[tuple[str, ...], Plan | P
     """The chosen plan and the alternatives; those that are the same plan once, under all their names. Without stages
     that the model or the batch has too few of."""
     named = {CHOSEN: nodes.chosen_plan(workload)}
-    for rival in rivals(NUM_NODES, RANKS_PER_NODE):
+    for rival in rivals(nodes.num_nodes, nodes.ranks_per_node):
         with contextlib.suppress(IndivisibleError, UsageError):
             named[rival.name] = nodes.rival_plan(workload, rival)
     names: dict[str, list[str]] = {}
@@ -190,7 +195,8 @@ def measure_case(
     output = folder / f"{stem}-steps.json"
     script = [RANKS_SCRIPT, str(output), "--workload", workload.name, "--budget", str(budget_s)]
     least_s = FEWEST_STEPS * sum(plan.predicted.step_time_s for plan in plans.values())
-    _run(network, [*script, "--plans", *map(str, files)], output, PATIENCE * max(budget_s, least_s))
+    script += ["--plans", *map(str, files)]
+    _run(network, nodes.ranks_per_node, script, output, PATIENCE * max(budget_s, least_s))
     measured = json.loads(output.read_text(encoding="utf-8"))
     steps = measured["steps"]
     check_same_function([found["first_loss"] for found in steps], list(plans))
@@ -329,6 +335,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidths", type=float, nargs="+", default=BANDWIDTHS_GBIT_PER_S, metavar="GBIT_PER_S")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--models", nargs="+", default=names, help=f"of {', '.join(names)}; tiny is for tests")
+    parser.add_argument("--ranks-per-node", type=int, default=2, metavar="N", help="ranks on each node (%(default)s)")
     parser.add_argument("--profile-budget", type=float, default=120.0, help="seconds for each profile (%(default)s)")
     parser.add_argument("--case-budget", type=float, default=40.0, help="seconds of steps for each case (%(default)s)")
     parser.add_argument("--parts", action="store_true", help="also print where the time of each step goes")
@@ -339,8 +346,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("-o", "--output", type=Path, help="write everything as JSON")
     options = parser.parse_args(arguments)
-    if min(*options.bandwidths, options.profile_budget, options.case_budget) <= 0:
-        parser.error("bandwidths and budgets: expected numbers above 0")
+    if min(*options.bandwidths, options.ranks_per_node, options.profile_budget, options.case_budget) <= 0:
+        parser.error("bandwidths, ranks and budgets: expected numbers above 0")
     try:
         options.models = [workload_named(name) for name in options.models]
     except KeyError as error:
@@ -353,8 +360,8 @@ def measure_all(network: Network, options: argparse.Namespace, folder: Path) -> 
     cases, failed = [], 0
     for gbit_per_s in options.bandwidths:
         shape(network, gbit_per_s)
-        profile = profile_cluster(network, gbit_per_s, folder, options.profile_budget)
-        nodes = Nodes(num_nodes=NUM_NODES, ranks_per_node=RANKS_PER_NODE, profile=profile)
+        profile = profile_cluster(network, gbit_per_s, options.ranks_per_node, folder, options.profile_budget)
+        nodes = Nodes(num_nodes=NUM_NODES, ranks_per_node=options.ranks_per_node, profile=profile)
         for workload in options.models:
             try:
                 case = measure_case(network, workload, gbit_per_s, nodes, folder, options.case_budget)

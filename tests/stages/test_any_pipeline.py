@@ -16,13 +16,13 @@ from profiles import synthetic_profile
 from tpplan.commands import main
 from tpplan.core.errors import InfeasibleError, TpplanError
 from tpplan.machine.profile import HardwareProfile
-from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.report.stages import stage_facts
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.pipelines.any_pipeline import VIRTUAL_STAGES
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.solve_stages import Search
+from tpplan.search.pipelines.shape_search import Search
 from tpplan.search.pipelines.stage_plans import AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.points.options import Batch, Options
@@ -52,14 +52,15 @@ def options(limit: float | None) -> Options:
     return Options(loss=loss, precision=Precision.FP32, memory_limit_bytes=limit)
 
 
-def in_stages(parts: int, virtual: int, limit: float | None) -> float:
-    """Seconds of the best plan of a shape, infinite where there is none."""
+def in_stages(parts: int, virtual: int, limit: float | None, schedule: Schedule | None = None) -> float:
+    """Seconds of the best plan of a shape, not below its bound; infinite where there is none."""
     try:
         plan = tpplan.solve_stages(
             Stack,
             text,
             stages=parts,
             virtual_stages=virtual,
+            schedule=schedule,
             cluster=CLUSTER,
             global_batch=BATCH,
             seq_len=LENGTH,
@@ -69,6 +70,9 @@ def in_stages(parts: int, virtual: int, limit: float | None) -> float:
         )
     except TpplanError:
         return math.inf
+    solver = plan.solver
+    assert 0.5 * solver.objective_s < solver.bound_s <= solver.objective_s == plan.predicted.step_time_s
+    assert solver.gap == pytest.approx(1 - solver.bound_s / solver.objective_s)
     return plan.predicted.step_time_s
 
 
@@ -94,8 +98,11 @@ def whole(limit: float | None) -> float:
 def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
     every[1, 1] = whole(limit)
+    deferred = [in_stages(p, 1, limit, Schedule.ZERO_BUBBLE) for p in (2, 4)]
     plan = found(limit)
-    assert plan.predicted.step_time_s == pytest.approx(min(every.values()), rel=1e-9)
+    fastest = min(*every.values(), *deferred)
+    assert plan.predicted.step_time_s == pytest.approx(fastest, rel=1e-9)
+    assert 0 < plan.solver.bound_s <= fastest * (1 + 1e-9)
     assert any("stages on a GPU" in line for line in plan.solver.unsearched or ())
 
 
@@ -131,6 +138,29 @@ def test_no_step_is_below_its_floors(shape: PipelineShape, limit: float | None) 
             assert found == pytest.approx(seconds, rel=1e-6)
             continue
         assert seconds > fastest * 1.001
+
+
+@pytest.mark.parametrize("shape", [PipelineShape(parts=2), PipelineShape(parts=2, is_zero_bubble=True)])
+def test_no_cuts_are_faster_than_the_bound(shape: PipelineShape) -> None:
+    """All cuts at all degrees, by brute force."""
+    solver = StageSolver(
+        build_model=Stack,
+        example_inputs=text,
+        cluster=CLUSTER,
+        batch=Batch(BATCH, None, LENGTH),
+        options=replace(options(None), all_gpus=True, ep=1),
+    )
+    search = Search(solver=solver, shape=shape, progress=None)
+    steps: dict[tuple[int, ...], float] = {}
+    for degrees in search.degrees():
+        layers = len(solver.cuts(degrees.micro_batch, shape)) + 1
+        for first in range(1, layers):
+            sizes = first, layers - first
+            plans = AllStages.of(solver, shape, sizes, replace(degrees, once=True)).plans()
+            if plans is not None:
+                steps[sizes] = min(steps.get(sizes, math.inf), search.seconds(plans))
+    assert len(steps) > 2
+    assert 0.5 * min(steps.values()) < search.bound(math.inf) <= min(steps.values())
 
 
 @pytest.mark.parametrize(

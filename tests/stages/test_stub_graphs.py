@@ -13,7 +13,7 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision, StagePlan
 from tpplan.search.models.trace_cache import Reuse, TraceCache
-from tpplan.search.pipelines.solve_stages import GROWN, MISLED, Search
+from tpplan.search.pipelines.shape_search import GROWN, MISLED, Search
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver

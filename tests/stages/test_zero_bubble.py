@@ -135,7 +135,7 @@ def test_gradients_that_nobody_computes_are_told() -> None:
         {"stages": 2, "gpus": 8, "tp": 1, "fsdp": 2, "recompute": "selective"},
         {"stages": 2, "gpus": 4, "tp": 2, "pins": {"layers.*.up": "on slices"}},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items() if name != "machine"),
 )
 def test_step_is_that_of_one_process(options: dict[str, Any]) -> None:
     plan = solved(Stack, schedule=ZERO_BUBBLE, **options)

@@ -6,6 +6,7 @@ loss = model.step(share.micro_batches(batch), loss_function)        # forward an
 optimizer.step(); optimizer.zero_grad()
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.tied_weights import tied_weights
 from tpplan.apply.data_parallel import accumulate_whole_gradients, last_of_a_step, reduce_gradients
+from tpplan.apply.modules.backward_prefetch import noting_order
 from tpplan.apply.modules.deferred_gradients import Deferral, deferring
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, UsageError
@@ -178,7 +180,7 @@ class Pipeline:
         received = tuple(self._buffer(one.on_a_rank(self.plan.stages[0].mesh.tp)) for one in stage.receives)
         for tensor in received:
             dist.recv(tensor, group=self.group, group_src=(rank - 1) % self.plan.parts)
-        outputs = runner.model(**_named(runner.model, micro_batch, received))
+        outputs = runner.run(micro_batch, received)
         if stage.last is not None:
             for tensor in outputs:
                 dist.send(tensor.contiguous(), group=self.group, group_dst=(rank + 1) % self.plan.parts)
@@ -287,6 +289,7 @@ class Runner(nn.Module):
         self.loss: Loss | None = None
         #: the micro-batch whose backward began last, and the number of those whose backward is complete
         self.in_backward = self.done = 0
+        self.is_order_noted = False
         #: hears of each pass that begins
         self.hears: Callable[[Pass], None] = lambda _: None
 
@@ -308,7 +311,7 @@ class Runner(nn.Module):
         micro_batch = self.micro_batches[int(index)]
         given = _Received.apply(*received) if received else ()  # type: ignore[no-untyped-call]
         self._begin(int(index))
-        found = self.model(**_named(self.model, micro_batch, given))
+        found = self.run(micro_batch, given)
         if self.stage.last is None:
             assert self.loss is not None
             found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
@@ -318,6 +321,13 @@ class Runner(nn.Module):
         for tensor in (found,) if isinstance(found, Tensor) else found:
             tensor.register_hook(functools.partial(self._reduce, int(index)))
         return found
+
+    def run(self, micro_batch: Inputs, received: tuple[Tensor, ...]) -> Any:
+        """The stage's outputs for a micro-batch."""
+        with contextlib.nullcontext() if self.is_order_noted else noting_order(self.model):
+            outputs = self.model(**_named(self.model, micro_batch, received))
+        self.is_order_noted = True
+        return outputs
 
     def _reduce(self, index: int, _gradient: Tensor) -> None:
         """The last backward reduces what has accumulated, unless weights' gradients are still to come."""

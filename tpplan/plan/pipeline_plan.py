@@ -74,7 +74,12 @@ class PipelinePrediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes. Each rank
-    has `virtual_stages` stages. `request` is what was asked for."""
+    has `virtual_stages` stages. `request` is what was asked for.
+
+    The bound of `solver` is on all plans of this number of parts, or of all numbers where that was open, whatever the
+    cuts, degrees and micro-batches: kernels and tp collectives at their least, evenly on all ranks, or with one stage
+    on each by the cuts that balance them best.
+    """
 
     schema_version: Count
     schedule: Schedule

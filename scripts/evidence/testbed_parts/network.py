@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+
+from testbed_parts import processors
+from testbed_parts.processors import NoProcessorsError, Processors
 
 PREFIX = "tpplan-testbed"
 #: the two nodes' own network, out of what is free for private use [RFC 1918]
@@ -43,7 +45,7 @@ POLL_S = 0.05
 
 
 class NotPermittedError(Exception):
-    """This machine or this user cannot make network namespaces."""
+    """This machine or this user cannot make network namespaces, or processors for the ranks."""
 
 
 class RanksError(Exception):
@@ -60,6 +62,11 @@ class Network:
     def nodes(self) -> tuple[str, str]:
         """The namespaces' names, the first the one where ranks meet."""
         return f"{PREFIX}-{self.owner}-0", f"{PREFIX}-{self.owner}-1"
+
+    @property
+    def processors(self) -> str:
+        """The name of its ranks' control groups."""
+        return f"{PREFIX}-{self.owner}"
 
 
 def setup_commands(network: Network) -> list[list[str]]:
@@ -117,7 +124,7 @@ def shape(network: Network, gbit_per_s: float) -> None:
 
 
 def remove(network: Network) -> None:
-    """Ends the processes inside, then removes the namespaces. Harmless where there are none."""
+    """Ends the processes inside, then removes the namespaces and control groups. Harmless where there are none."""
     for node in network.nodes:
         for send in (signal.SIGTERM, signal.SIGKILL):
             inside = _inside(node)
@@ -129,40 +136,53 @@ def remove(network: Network) -> None:
                 time.sleep(POLL_S)
     for command in teardown_commands(network):
         subprocess.run(command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    processors.remove(network.processors)
 
 
-def node_command(network: Network, node: int, port: int, ranks_per_node: int, script: Sequence[str]) -> list[str]:
-    """torchrun on one node, as a user would type it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(network.nodes)}", f"--node-rank={node}"]
-    torchrun += [f"--nproc-per-node={ranks_per_node}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
-    return ["ip", "netns", "exec", network.nodes[node], *torchrun, *script]
+def rank_environment(rank: int, nodes: int, ranks_per_node: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank, and how it computes and sends here."""
+    told = {
+        "TORCHELASTIC_RUN_ID": PREFIX,
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": port,
+        "RANK": rank,
+        "WORLD_SIZE": nodes * ranks_per_node,
+        "LOCAL_RANK": rank % ranks_per_node,
+        "LOCAL_WORLD_SIZE": ranks_per_node,
+        "GROUP_RANK": rank // ranks_per_node,
+    }
+    return RANK_ENVIRONMENT | {name: str(value) for name, value in told.items()}
 
 
 def run_on_nodes(
     network: Network, script: Sequence[str], *, port: int, ranks_per_node: int, log: Path, timeout_s: float
 ) -> None:
-    """The script and its arguments on every rank of both nodes, one thread each; what they write goes to the log.
+    """The script and its arguments on every rank of both nodes, one thread on a processor of its own each, without a
+    torchrun that would take time from them; what they write goes to the log.
 
-    A node has its own part of the machine's cores, where there is one for each.
-
-    Raises RanksError where a node fails, or is still running after timeout_s.
+    Raises RanksError where a rank fails, or is still running after timeout_s, NotPermittedError where there are no
+    processors for them.
     """
-    environment = os.environ | RANK_ENVIRONMENT
+    nodes = len(network.nodes)
+    cores = Processors(cores=tuple(sorted(os.sched_getaffinity(0))), ranks=nodes * ranks_per_node)
+    try:
+        processors.make(network.processors, cores)
+    except NoProcessorsError as error:
+        raise NotPermittedError(f"processors for {cores.ranks} ranks on {len(cores.cores)} cores: {error}") from None
     started: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
-    cores = shared_out(sorted(os.sched_getaffinity(0)), len(network.nodes))
     with log.open("wb") as output:
         try:
-            for node in range(len(network.nodes)):
-                command = node_command(network, node, port, ranks_per_node, script)
+            for rank in range(cores.ranks):
+                command = ["ip", "netns", "exec", network.nodes[rank // ranks_per_node], sys.executable, *script]
                 started.append(
                     subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        env=environment,
-                        preexec_fn=partial(os.sched_setaffinity, 0, cores[node]),
+                        env=os.environ | rank_environment(rank, nodes, ranks_per_node, port),
+                        preexec_fn=processors.entering(network.processors, cores, rank),
                     )
                 )
             while any(process.poll() is None for process in started) and not any(p.returncode for p in started):
@@ -172,17 +192,10 @@ def run_on_nodes(
         finally:
             _end(started)
     if any(process.returncode for process in started):
-        raise RanksError(f"{' '.join(script)}: a node failed\n{_last_lines(log)}")
-
-
-def shared_out(cores: Sequence[int], nodes: int) -> list[Sequence[int]]:
-    """Each node's cores, as many for each; all of them for all where they are fewer than nodes."""
-    each = len(cores) // nodes
-    return [cores[node * each : (node + 1) * each] or cores for node in range(nodes)]
+        raise RanksError(f"{' '.join(script)}: a rank failed\n{_last_lines(log)}")
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """torchrun ends its ranks when it is asked to end."""
     for process in started:
         if process.poll() is None:
             process.terminate()

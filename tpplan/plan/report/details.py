@@ -12,7 +12,18 @@ from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.plan.parts import SLACK
-from tpplan.plan.plan import SHAPE, CollectivePlan, Compile, Pass, Plan, Precision, Prediction, Recompute, SizePlan
+from tpplan.plan.plan import (
+    SHAPE,
+    CollectivePlan,
+    Compile,
+    Pass,
+    Plan,
+    Precision,
+    Prediction,
+    Recompute,
+    SizePlan,
+    SolverReport,
+)
 from tpplan.plan.report.words import (
     axes_of,
     format_count,
@@ -201,9 +212,8 @@ def collective_rows(collectives: tuple[CollectivePlan, ...]) -> Iterator[Rendera
     yield table
 
 
-def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of how the plan was found and proven; `unproven` says why it is not, "" where it is."""
-    solver, proof = plan.solver, plan.proof
+def certificate(solver: SolverReport) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of how near a plan is to the best, and of what was not searched."""
     yield (
         "solver",
         f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, "
@@ -213,6 +223,12 @@ def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     )
     for left_out in solver.unsearched or ():
         yield "not searched", left_out
+
+
+def provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of how the plan was found and proven; `unproven` says why it is not, "" where it is."""
+    proof = plan.proof
+    yield from certificate(plan.solver)
     if not unproven:
         yield "proof", f"{proof.status}: {_PROVEN} ({plural(proof.rounds, 'round')})"
     for assumption in proof.assumptions:

@@ -8,6 +8,7 @@ from tpplan.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.plan.proof_hash import why_unproven
+from tpplan.plan.report.details import certificate
 from tpplan.plan.report.words import format_count, gib, plural, samples, tokens, unit_of
 
 
@@ -62,7 +63,7 @@ def stage_facts(plan: PipelinePlan) -> list[tuple[str, str]]:
         *_crossing(plan),
         *_tied(plan),
         ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
-        *(("not searched", line) for line in plan.solver.unsearched or ()),
+        *certificate(plan.solver),
         *_asked(plan),
     ]
 

@@ -3,14 +3,16 @@
 The model in one stage is solved first. A shape is left out where the floor of the cuts that balance its ranks is not
 below the best plan: the least that the operators of its fullest rank take at any tp degree and micro-batch, and what it
 waits for while the pipeline fills and drains (tpplan.search.pipelines.stage_loads). The others are tried, those of one
-stage a GPU first, which are solved soonest, and of both kinds the least floor first. Of the best of either kind it is
-then tried whether a zero-bubble schedule is faster.
+stage a GPU first, which are solved soonest, and of both kinds the least floor first. Then zero-bubble schedules are
+tried at the best degrees of either kind, and at those that promise most, which other schedules may make slow.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError, first_line
 from tpplan.core.mesh import divisors
@@ -19,7 +21,8 @@ from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.solve_stages import TOO_SLOW, UNDEFERRED, Search, saying, why_no_parts
+from tpplan.search.pipelines.shape_search import TOO_SLOW, Search
+from tpplan.search.pipelines.solve_stages import UNDEFERRED, bounded, fastest_deferring, saying, why_no_parts
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
@@ -61,23 +64,23 @@ def solve_any(
         options=replace(options, all_gpus=True),
         reuse=reuse,
     )
-    best, left = _fastest(solver, whole, progress)
+    best, left, bound_s = _fastest(solver, whole, progress)
     if best is None:
         return saying(whole or solve_request(request, options, reuse, prove=prove), (TOO_SLOW, *left))
-    shape, degrees = best
-    found = Search(solver=solver, shape=shape, progress=progress).found(prove=prove, degrees=degrees)
+    search, degrees = best
+    found = replace(search, progress=progress).found(prove=prove, degrees=degrees)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
         return saying(whole, (TOO_SLOW, *left))
-    return saying(found, left)
+    return saying(bounded(found, bound_s), left)
 
 
 def _fastest(
     solver: StageSolver, whole: Plan | None, progress: Progress | None
-) -> tuple[tuple[PipelineShape, Degrees] | None, tuple[str, ...]]:
-    """The shape with the fastest step and its degrees, None where the whole model is faster; and lines on shapes that
-    were left out or that cannot be, one for each kind of reason."""
-    least = whole.predicted.step_time_s if whole is not None else float("inf")
-    best: dict[bool, tuple[Search, float, Degrees]] = {}
+) -> tuple[tuple[Search, Degrees] | None, tuple[str, ...], float]:
+    """The search of the fastest step and its degrees, None where the whole model is faster; lines on shapes that
+    were left out or that cannot be, one for each kind of reason; and seconds that no step of any shape is below."""
+    least = whole.predicted.step_time_s if whole is not None else math.inf
+    best: dict[bool, tuple[float, Search, Degrees]] = {}
     why_not: dict[type[Exception], str] = {}
     searches: list[tuple[float, PipelineShape, Search]] = []
     for shape in _shapes(solver.cluster):
@@ -104,25 +107,16 @@ def _fastest(
             why_not.setdefault(type(error), first_line(error))
             continue
         if found is not None:
-            least, best[shape.virtual_stages > 1] = found[0], (search, *found)
+            least, best[shape.virtual_stages > 1] = found[0], (found[0], search, found[1])
     said = tuple(f"{shape.option}, whose floor is higher than those of {MOST_SHAPES} others" for shape in left)
     said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
+    others = [own[1:] for own in sorted(best.values(), key=itemgetter(0))]
+    alone = [search for _, shape, search in searches if shape.virtual_stages == 1]
+    deferred = fastest_deferring(others, alone, least)
+    fastest = others[0] if deferred is None and others else deferred[1:] if deferred is not None else None
     said += (UNDEFERRED, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
-    return _with_schedule([best[key] for key in sorted(best, key=lambda key: best[key][1])], least), said
-
-
-def _with_schedule(
-    found: Sequence[tuple[Search, float, Degrees]], least: float
-) -> tuple[PipelineShape, Degrees] | None:
-    """The shape, with its schedule, and the degrees of the fastest step of those found, the fastest first, or of their
-    like with a zero-bubble schedule."""
-    best: tuple[PipelineShape, Degrees] | None = None
-    for search, _, degrees in found:
-        best = best or (search.shape, degrees)
-        deferred = search.deferred(degrees, least)
-        if deferred is not None:
-            least, best = deferred[0], deferred[1:]
-    return best
+    bounds = [search.bound_of_schedules(least) for _, _, search in searches]
+    return fastest, said, min([math.inf if whole is None else whole.solver.bound_s, *bounds])
 
 
 def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:

@@ -230,6 +230,12 @@ class StageSolver:
         loads, steps = self.loads(shape, degrees), self.steps(shape, degrees)
         return max(self.even_floor(shape, degrees), loads.floor_s(self.sizes(shape, degrees), shape, steps))
 
+    def bound(self, shape: PipelineShape, degrees: Degrees, least: float) -> float:
+        """Seconds that no step at these degrees is below, whatever the cuts; where that is `least` or more, it may be
+        more. Which stages balance the ranks best is known for one stage a rank alone."""
+        even = self.even_floor(shape, degrees)
+        return self.floor(shape, degrees) if shape.virtual_stages == 1 and even < least else even
+
     # A stage
 
     def steps(self, shape: PipelineShape, degrees: Degrees) -> int:

@@ -3,7 +3,9 @@
 A step of 1F1B with M micro-batches takes as long as the slowest stage's M micro-batches, and, while the pipeline fills
 and drains, one micro-batch of each other stage (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM", 2021, section 2.2, for stages that take different times). What is sent between stages is
-not hidden: torch's schedule waits for it. Gradients of parameters that several stages have are exchanged once a step.
+not hidden: torch's schedule waits for it. Two neighbours send each other an activation and a gradient at once; a rank
+between two neighbours does so with one after the other. Gradients of parameters that several stages have are exchanged
+once a step.
 
 An interleaved or zero-bubble step is simulated action by action (tpplan.stages.schedule), as torch's schedule computes
 while it sends. A backward, without what it recomputes, counts as two forwards; of it the deferred products of weights'
@@ -13,6 +15,7 @@ gradients take what the profile says. What a stage does once a step follows its 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from tpplan.core.layout import local_shape
 from tpplan.core.mesh import GroupShape
@@ -44,9 +47,20 @@ def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> 
     each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
     slowest = max(plan.predicted.step_time_s for plan in plans)
     bubble = sum(each) - max(each)
-    # A micro-batch's activations and gradients wait at one link in each stage, and cross all while it fills.
-    send = 2 * (steps * max(between) + sum(between)) + tied_s
+    send = sent_s(between, steps) + tied_s
     return PipelinePrediction(step_time_s=slowest + bubble + send, stage_s=slowest, bubble_s=bubble, send_s=send)
+
+
+def sent_s(between: Sequence[float], steps: int) -> float:
+    """Seconds that a 1F1B step waits for what is sent, of stages each of which sends to the next for some seconds (0
+    for the last). The first micro-batch crosses all links while the pipeline fills, the last while it drains; each of
+    the others waits for the exchanges of a rank with both neighbours.
+
+    >>> sent_s([1.0, 0.0], 4)
+    5.0
+    """
+    exchanged = max(before + behind for before, behind in pairwise([0.0, *between]))
+    return 2 * sum(between) + (steps - 1) * exchanged
 
 
 def _simulated(

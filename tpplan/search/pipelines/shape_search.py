@@ -1,0 +1,354 @@
+"""The search for a plan of one shape of pipeline: all degrees and micro-batches, the ways to cross between stages, and
+the plan of the best.
+
+All degrees and micro-batches are tried with the cuts that balance what the ranks take at least
+(tpplan.search.pipelines.stage_loads); layers then move from the slowest rank to the fastest while that makes a step
+shorter, and the stages of the best are proven.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
+
+from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
+from tpplan.core.mesh import divisors, tp_degrees
+from tpplan.plan.pipeline_plan import PipelinePlan, Schedule, why_unscheduled
+from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
+from tpplan.search.best_first import NotFasterError
+from tpplan.search.expert_degrees import ACROSS
+from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.pipelines.stage_plans import MOST_HASTENED, AllStages
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.step_seconds import predicted, seconds_between
+from tpplan.search.points.options import Options, Progress
+from tpplan.solvers.problem import Status
+
+logger = logging.getLogger(__name__)
+
+#: times that layers are moved between stages
+MOST_MOVES = 4
+#: what a plan says of pipelines that were left out without a bound
+TOO_SLOW = (
+    f"several stages on a GPU, first plans of which are over {MOST_HASTENED:.0%} and a layer's recomputation slower"
+)
+#: what a plan of stages says of what was not searched
+UNSEARCHED = (
+    TOO_SLOW,
+    "micro-batches above one that is slower than the one below it",
+    "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
+    "FSDP over shard x tp while degrees and cuts are compared",
+    "stages of different tp or fsdp degrees",
+)
+#: the same of graphs that were not traced
+GROWN = "micro-batches from the third on were compared as if the code did what it does at the smallest two"
+MISLED = "other numbers of stages may have been compared by graphs that differ from the code's"
+
+
+#: seconds of a step and its degrees; without degrees, one that was left out as it is slower than another
+_Found = tuple[float, Degrees | None]
+_LEFT_OUT: _Found = (math.inf, None)
+
+
+def _order(found: _Found) -> tuple[float, bool]:
+    """The fastest first; of none that fits, first what was left out, which may fit."""
+    return found[0], found[1] is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search for a plan of one shape."""
+
+    solver: StageSolver
+    shape: PipelineShape
+    progress: Progress | None
+
+    def degrees(self) -> list[Degrees]:
+        """All tp degrees inside a node, numbers of ranks that may divide experts, and micro-batches of which the
+        schedule can run as many as there are."""
+        solver, shape = self.solver, self.shape
+        own, batch, options = solver.gpus(shape), solver.batch, solver.options
+        every = (options.tp,) if options.tp else tp_degrees(own.gpus, own.gpus_per_node, across_nodes=False)
+        found, why = [], ""
+        for tp in every:
+            ranks = own.gpus // tp
+            if own.gpus % tp or batch.global_batch % ranks:
+                continue
+            share = batch.global_batch // ranks
+            for size in divisors(share):
+                if batch.micro_batch in (None, size):
+                    why = why_unscheduled(shape.schedule, shape.parts, shape.virtual_stages, share // size)
+                    if not why:
+                        found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0))
+        if not found:
+            raise IndivisibleError(
+                f"{shape.option}: no tp degree of {own.gpus} GPUs a stage leaves {shape.parts} or more micro-batches "
+                f"of a global batch of {batch.global_batch} to each rank that the schedule can run: take fewer stages "
+                f"or a larger batch{f' ({why})' if why else ''}"
+            )
+        return list(self._divided(found))
+
+    def _divided(self, degrees: Sequence[Degrees]) -> Iterator[Degrees]:
+        """Yields the degrees with each number of ranks that may divide experts. Raises UsageError for an asked number
+        that the model or the ranks of a stage do not allow."""
+        gpus, asked = self.solver.gpus(self.shape).gpus, self.solver.options.ep
+        is_none = True
+        for tp, own in groupby(degrees, key=attrgetter("tp")):
+            every, ranks = list(own), gpus // tp
+            for ep in self.solver.expert_degrees(every[0].micro_batch, ranks):
+                if ranks % ep == 0 and every[0].fsdp % ep == 0:
+                    is_none = False
+                    yield from (replace(one, ep=ep) for one in every)
+        if is_none:
+            raise UsageError(
+                f"{self.shape.option} --ep {asked}: {gpus} GPUs a stage have no tp degree that leaves a multiple of "
+                f"{asked} ranks{', of which --fsdp is one' if self.solver.options.fsdp else ''}: take fewer stages, or "
+                "another --ep"
+            )
+
+    def tried(self, degrees: Degrees, least: float = math.inf) -> tuple[float, Degrees]:
+        """Seconds of a step, and the degrees with the FSDP degree that one stage chooses, or the next one that fits.
+        Raises NotFasterError where a step is known to take `least` or longer."""
+        sizes = self.solver.sizes(self.shape, degrees)
+        decided = AllStages.of(self.solver, self.shape, sizes, degrees).decided(least)
+        if decided is None:
+            return math.inf, degrees
+        ranks = self.solver.gpus(self.shape).gpus // degrees.tp
+        every = [decided.fsdp] if degrees.fsdp else [shard for shard in divisors(ranks) if shard >= decided.fsdp]
+        for shard in (shard for shard in every if shard % degrees.ep == 0):
+            own = replace(decided, fsdp=shard)
+            plans = AllStages.of(self.solver, self.shape, sizes, own).plans(least)
+            if plans is not None:
+                return self.seconds(plans), own
+        return math.inf, decided
+
+    def seconds(self, plans: list[Plan]) -> float:
+        """Seconds of a step of some stages."""
+        return predicted(plans, self.shape, self.solver.cluster).step_time_s
+
+    def floor(self, least: float = math.inf) -> float:
+        """Seconds that no step is below at any degrees; where that is `least` or more, it may be more. Raises
+        UsageError where the model has too few places to be cut, InfeasibleError where pins leave it no layout."""
+        return min(self._floors(least).values())
+
+    def _floors(self, least: float) -> dict[Degrees, float]:
+        """By degrees at which the model has a layout the seconds that no step is below: whatever the cuts, and where
+        these are below `least` with those that balance the ranks. Raises InfeasibleError where pins leave none."""
+        every = self.degrees()
+        self.solver.cuts(min(degrees.micro_batch for degrees in every), self.shape)  # whether there are enough
+        why_not = {degrees: self.solver.why_no_layout(degrees) for degrees in every}
+        floors = {own: self.solver.even_floor(self.shape, own) for own, why in why_not.items() if why is None}
+        if not floors:
+            without = {degrees.tp: error for degrees, error in why_not.items() if error is not None}
+            raise self.solver.no_layout(every[0].micro_batch, without)
+        return floors | {own: self.solver.floor(self.shape, own) for own, even in floors.items() if even < least}
+
+    def bound(self, least: float) -> float:
+        """Seconds that no step of this shape is below, whatever the degrees and cuts; where that is `least` or more, it
+        may be more. Infinitely many where it has no degrees."""
+        with suppress(IndivisibleError):
+            every = [own for own in self.degrees() if self.solver.why_no_layout(own) is None]
+            return min((self.solver.bound(self.shape, own, least) for own in every), default=math.inf)
+        return math.inf
+
+    def bound_of_schedules(self, least: float) -> float:
+        """The same for this shape and its like with a zero-bubble schedule."""
+        deferring = self.deferring
+        return self.bound(least) if deferring is None else min(self.bound(least), deferring.bound(least))
+
+    @property
+    def deferring(self) -> "Search | None":
+        """The search for a plan with a zero-bubble schedule in this one's place; None where no such can run."""
+        shape = replace(self.shape, is_zero_bubble=True)
+        is_run = not why_not_scheduled(shape.schedule, shape, self.solver.options)
+        return replace(self, shape=shape) if is_run else None
+
+    def promises(self, least: float) -> list[tuple[float, Degrees]]:
+        """About how long a step takes with a zero-bubble schedule, the shortest first, at degrees whose floor is below
+        `least`; by kernels, tp collectives and what is sent alone. A third of a micro-batch is waited for in each other
+        rank, where 1F1B waits for all of it. [Qi et al. 2023, table 1, where forwards, gradients of inputs and of
+        weights take equally long]"""
+        found, solver, shape = list[tuple[float, Degrees]](), self.solver, self.shape
+        for own, floor in self._floors(least).items():
+            if floor < least:
+                sizes = solver.sizes(shape, own)
+                each = solver.loads(shape, own).of_stages(sizes)
+                stages = solver.stages(shape, sizes, own.micro_batch)
+                between = sum(seconds_between(stage, own.tp, shape, solver.cluster) for stage in stages)
+                fullest = max(sum(each[rank :: shape.parts]) for rank in range(shape.parts))
+                waiting = (sum(each) - fullest) / (3 * shape.virtual_stages)
+                found.append((solver.steps(shape, own) * fullest + waiting + 2 * between, own))
+        return sorted(found, key=itemgetter(0))
+
+    def best(self, least: float = math.inf) -> tuple[float, Degrees] | None:
+        """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
+        least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
+        fits or pins leave no layout, and UsageError where the model has too few places to be cut."""
+        floors = self._floors(least)
+        found: dict[Degrees, _Found] = {}
+        first = min(floors, key=floors.__getitem__)
+        kind = attrgetter("tp", "ep")
+        for done, (_, own) in enumerate(chain([((0, 0), [first])], groupby(floors, key=kind))):
+            self._report("solve", done, 1 + len(set(map(kind, floors))))
+            of_kind = math.inf
+            for degrees in own:
+                if degrees not in found:
+                    is_slower = floors[degrees] >= least
+                    found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, least)
+                    least = min(least, found[degrees][0])
+                seconds, way = found[degrees]
+                if way is not None and of_kind < seconds:
+                    break
+                of_kind = of_kind if way is None else seconds
+        seconds, best = min(found.values(), key=_order)
+        if best is None:
+            return None
+        if seconds == math.inf:
+            missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
+            raise InfeasibleError(
+                f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations "
+                "of several micro-batches: take another number of stages, a smaller micro-batch, more GPUs or memory, "
+                "or leave --recompute to be decided"
+            )
+        return seconds, best
+
+    def _fastest(self, degrees: Degrees, least: float) -> _Found:
+        """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
+        a step; or, unless that is pinned or weights' gradients are deferred, in this way of crossing for every
+        micro-batch."""
+        found: dict[Degrees, _Found] = {}
+        for dim in self.dims_to_slice(degrees):
+            once = replace(degrees, once=True, sliced=dim)
+            found[once] = self.unless_slower(once, least)
+            least = min(least, found[once][0])
+        if not (self.solver.options.whole_gradients or self.shape.is_zero_bubble):
+            sliced = min(found, key=lambda way: found[way][0]).sliced
+            often = replace(degrees, once=False, sliced=sliced)
+            found[often] = self.unless_slower(often, least)
+        return min(found.values(), key=_order)
+
+    def unless_slower(self, degrees: Degrees, least: float) -> _Found:
+        """The step at these degrees, unless it takes `least` or longer."""
+        sizes = self.solver.sizes(self.shape, degrees)
+        if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor(least) >= least:
+            return _LEFT_OUT
+        try:
+            found = self.tried(degrees, least)
+        except NotFasterError:
+            return _LEFT_OUT
+        return found if found[0] < least or found[0] == math.inf else _LEFT_OUT
+
+    def dims_to_slice(self, degrees: Degrees) -> list[int | None]:
+        """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is
+        the width of the layers."""
+        sizes = self.solver.sizes(self.shape, degrees)
+        stages = self.solver.stages(self.shape, sizes, degrees.micro_batch)
+        crossing = [stage.sends for stage in stages[:-1]]
+        if degrees.tp == 1 or any(len(tensors) != 1 for tensors in crossing):
+            return [None]
+        shapes = {tensor.shape for (tensor,) in crossing}
+        dims = range(min(map(len, shapes)) - 1)
+        return [None, *(dim for dim in dims if all(shape[dim] % degrees.tp == 0 for shape in shapes))]
+
+    def found(self, *, prove: bool, degrees: Degrees) -> PipelinePlan:
+        """The plan at degrees that are the best. Raises what `solve_stages` raises."""
+        sizes, _ = self._moved(degrees)
+        every = AllStages.of(self.solver, self.shape, sizes, degrees)
+        self._report("prove", 0, 1)
+        reuse, known = self.solver.reuse, len(self.solver.reuse.ungrowing)
+        is_right = self.solver.has_grown_right(degrees)
+        plans = every.own_plans(prove=prove) if is_right else None
+        if reuse.grows and (not is_right or len(reuse.ungrowing) > known):
+            logger.info("%s: stages were compared by graphs that the code does not have: once more", self.shape.option)
+            again = replace(self, solver=self.solver.tracing_all())
+            best = again.best()
+            assert best is not None, "no step is slower than infinitely many seconds"
+            return again.found(prove=prove, degrees=best[1])
+        if plans is None:
+            raise InfeasibleError(
+                f"no plan of {self.shape.option}: stages taken for alike fit, but one of them, solved by itself, does "
+                "not, or has no plan that can be proven: take a smaller micro-batch, another --tp or fewer stages"
+            )
+        if prove:
+            self.solver.check_cut(every.stages, self.shape, degrees.micro_batch)
+        self._report("prove", 1, 1)
+        times = predicted(plans, self.shape, self.solver.cluster)
+        seconds = times.step_time_s
+        plan = PipelinePlan(
+            schema_version=SCHEMA_VERSION,
+            schedule=self.shape.schedule,
+            virtual_stages=self.shape.virtual_stages,
+            predicted=times,
+            solver=SolverReport(
+                name=plans[0].solver.name,
+                status=Status.FEASIBLE,
+                objective_s=seconds,
+                bound_s=0.0,  # the stages' own bounds hold for these cuts alone; whoever asked knows of others
+                gap=1.0,
+                meshes_tried=len(self.degrees()),
+                skipped={},
+                unsearched=(*UNSEARCHED, *self._left_out()),
+            ),
+            stages=tuple(plans),
+        )
+        plan.check(self.shape.option)
+        return plan
+
+    def _left_out(self) -> Iterator[str]:
+        """Yields lines on degrees that are not looked at unless asked for."""
+        own = self.solver.gpus(self.shape)
+        if self.solver.options.tp is None and own.gpus > own.gpus_per_node:
+            yield "tp degrees across nodes"
+        if self.solver.options.ep is None and any(degrees.ep > 1 for degrees in self.degrees()):
+            yield ACROSS
+        reuse = self.solver.reuse
+        if reuse.grown:
+            yield GROWN
+        if not reuse.grows:
+            yield MISLED
+
+    def _moved(self, degrees: Degrees) -> tuple[Sizes, list[Plan]]:
+        """The stages, with layers moved from the slowest rank to the fastest while a step gets shorter."""
+        sizes, parts = self.solver.sizes(self.shape, degrees), self.shape.parts
+        plans = AllStages.of(self.solver, self.shape, sizes, degrees).plans()
+        assert plans is not None, "they have been tried"
+        seconds = self.seconds(plans)
+        for _ in range(MOST_MOVES):
+            times = [sum(plan.predicted.step_time_s for plan in plans[rank::parts]) for rank in range(parts)]
+            slowest, fastest = times.index(max(times)), times.index(min(times))
+            source = max(range(slowest, len(sizes), parts), key=sizes.__getitem__)
+            target = min(range(fastest, len(sizes), parts), key=sizes.__getitem__)
+            if sizes[source] < 2 or slowest == fastest:
+                break
+            other = tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
+            moved = AllStages.of(self.solver, self.shape, other, degrees).plans()
+            if moved is None:
+                break
+            now = self.seconds(moved)
+            if now >= seconds:
+                break
+            sizes, plans, seconds = other, moved, now
+        return sizes, plans
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)
+
+
+def why_not_scheduled(schedule: Schedule | None, shape: PipelineShape, options: Options) -> str:
+    """Why a schedule that is asked for cannot run pipelines of a shape, with what to do; "" where it can, or none is
+    asked for."""
+    if schedule is Schedule.ZERO_BUBBLE and options.compile:
+        return (
+            f"--schedule {schedule} with --compile: torch.compile joins the products of weights' gradients, which the "
+            "schedule defers, to the rest of a backward: leave one of the two out"
+        )
+    if schedule not in (None, shape.schedule):
+        return (
+            f"--schedule {schedule} with --virtual-stages {shape.virtual_stages}: {Schedule.ONE_F_ONE_B} takes 1, "
+            f"{Schedule.INTERLEAVED} 2 or more"
+        )
+    return ""
