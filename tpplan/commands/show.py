@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
         print_lines(lambda width: list(glossary_lines(width)))
         return 0
     plan = load_plan(args.plan)
-    print_any(plan if args.stage is None else _stage(plan, args.stage, args.plan), as_json=args.json)
+    print_any(plan if args.stage is None else stage_of(plan, args.stage, "show", args.plan), as_json=args.json)
     return 0
 
 
-def _stage(plan: Plan | PipelinePlan, number: int, origin: str) -> Plan:
+def stage_of(plan: Plan | PipelinePlan, number: int, verb: str, origin: str) -> Plan:
     """The plan of one stage. Raises UsageError for a plan without stages, and for a number that none has."""
     if isinstance(plan, Plan):
-        raise UsageError(f"show --stage: {origin} is a plan of a whole model, without stages")
+        raise UsageError(f"{verb} --stage: {origin} is a plan of a whole model, without stages")
     if not 0 <= number < len(plan.stages):
-        raise UsageError(f"show --stage {number}: {origin} has stages 0 to {len(plan.stages) - 1}")
+        raise UsageError(f"{verb} --stage {number}: {origin} has stages 0 to {len(plan.stages) - 1}")
     return plan.stages[number]
