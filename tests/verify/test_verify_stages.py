@@ -173,7 +173,7 @@ def test_a_right_plan_passes_on_real_ranks(
         {"tp": 2, "virtual": 2},
         {"tp": 1, "fsdp": 2, "virtual": 2, "reshard_after_forward": True},
         {"tp": 1, "fsdp": 2, "precision": "bf16-mixed", "recompute": "full", "reshard_after_forward": True},
-        {"tp": 1, "fsdp": 2, "schedule": Schedule.ZERO_BUBBLE, "reshard_after_forward": True},
+        {"tp": 1, "fsdp": 2, "schedule": Schedule.ZERO_BUBBLE, "reshard_after_forward": True, "batch": 8},
         {"tp": 2, "virtual": 2, "schedule": Schedule.ZERO_BUBBLE},
     ],
     ids=["tp-interleaved", "fsdp-interleaved", "fsdp-mixed", "fsdp-zero-bubble", "tp-zero-bubble"],

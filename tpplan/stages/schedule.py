@@ -7,7 +7,7 @@ those of torch.distributed.pipelining, which `Pipeline` compares with torch's ow
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -187,14 +187,14 @@ def runs_of(
     """Yields all actions, where each rank runs its own in order, one at a time.
 
     A forward waits for what the stage before sends, a backward for what the stage behind sends back. A rank computes
-    while it sends, unless `waits_for_sending`; what two ranks send each other goes one by one. `times` are those of the
-    stages. [A simulation of the actions' dependencies]
+    while it sends, and what two ranks send each other goes one by one; with `waits_for_sending` it waits, and both send
+    at once. `times` are those of the stages. [A simulation of the actions' dependencies]
     """
     ranks = len(every)
     last = len(times) - 1
     arrived: dict[Action, float] = {}
     place, free = [0] * ranks, [0.0] * ranks
-    links: dict[frozenset[int], float] = {}
+    links: dict[Hashable, float] = {}
     ready = [(0.0, rank) for rank in range(ranks)]
     waiting: dict[Action, int] = {}
     while ready:
@@ -206,8 +206,9 @@ def runs_of(
         place[rank] += 1
         following = _following(action, last)
         if following is not None:
-            link = frozenset((rank, following.stage % ranks))
-            sending = times[min(action.stage, following.stage)].send_s if len(link) > 1 else 0.0
+            ends = rank, following.stage % ranks
+            link: Hashable = ends if waits_for_sending else frozenset(ends)
+            sending = times[min(action.stage, following.stage)].send_s if ends[0] != ends[1] else 0.0
             begin = max(end, links.get(link, 0.0)) if sending else end
             links[link] = arrived[following] = sent = begin + sending
         free[rank] = sent if waits_for_sending else end

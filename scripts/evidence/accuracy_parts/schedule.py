@@ -6,14 +6,17 @@ and 2.2.2]:
 
     T = M t_max + (sum of t - t_max) / v + sends
 
-M micro-batches, t seconds of a micro-batch's forward and backward on a stage, v chunks of layers on each rank. A rank
-waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all links
-both ways: 2 (M v c_max + sum of c), c seconds of a link. Sends that run beside the next chunk's compute are waited for
-while the pipeline fills and drains alone.
+M micro-batches, t seconds of a micro-batch's forward and backward on a stage, v chunks of layers on each rank, c
+seconds of a link. With a chunk a rank, what is waited for what is sent is tpplan's own sum (`sent_s`). With several, a
+rank waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all
+links both ways: 2 (M v c_max + sum of c). Sends that run beside the next chunk's compute are waited for while the
+pipeline fills and drains alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tpplan.search.pipelines.step_seconds import sent_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,9 @@ def schedule_time(
     """The time of a step, by the formula above. `stage_s` are seconds of a micro-batch by stage, `link_s` of a tensor
     between neighbours, one fewer."""
     assert len(link_s) == len(stage_s) - 1, f"{len(stage_s)} stages have {len(stage_s) - 1} links, got {len(link_s)}"
-    slowest, crossing = max(stage_s), sum(link_s)
-    waited = 0.0 if hides_sends else micro_batches * chunks * max(link_s, default=0.0)
-    return ScheduleTime(
-        work_s=micro_batches * slowest, bubble_s=(sum(stage_s) - slowest) / chunks, send_s=2 * (waited + crossing)
-    )
+    slowest, send = max(stage_s), 2 * sum(link_s)
+    if chunks == 1 and not hides_sends:
+        send = sent_s([*link_s, 0.0], micro_batches)
+    elif not hides_sends:
+        send += 2 * micro_batches * chunks * max(link_s, default=0.0)
+    return ScheduleTime(work_s=micro_batches * slowest, bubble_s=(sum(stage_s) - slowest) / chunks, send_s=send)

@@ -14,7 +14,7 @@ AnyPlan = Plan | PipelinePlan
 #: parts of a step of stages
 _SLOWEST, _BUBBLE, _SENDING = "slowest stage", "filling and draining", "sending between stages"
 #: facts of stages that are no settings, or numbers told elsewhere
-_TOLD = frozenset({"step", "speed", "memory", "command"})
+_TOLD = frozenset({"step", "speed", "memory", "solver", "command"})
 #: settings that are those of one stage, or told of all together
 _OF_A_STAGE = frozenset({"model", "mesh", "batch", "fsdp units"})
 
