@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,29 @@ def test_no_step_is_below_its_floors(shape: PipelineShape, limit: float | None) 
             assert found == pytest.approx(seconds, rel=1e-6)
             continue
         assert seconds > fastest * 1.001
+
+
+@pytest.mark.parametrize(("bytes_per_s", "batch"), [(1e6, 8), (2e6, 4)])
+def test_a_zero_bubble_schedule_is_found_where_1f1b_is_slower_than_no_stages(bytes_per_s: float, batch: int) -> None:
+    rates = {"intra_bytes_per_s": bytes_per_s, "inter_bytes_per_s": bytes_per_s}
+    slow = synthetic_profile(flop_per_s=1e8, launch_s=1e-9, hbm_bytes_per_s=1e9, **rates)
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=HardwareProfile.from_dict(slow, origin="slow"))
+
+    def solved(solve: Callable[..., Plan | PipelinePlan], **given: Any) -> Plan | PipelinePlan:
+        asked = {"cluster": cluster, "global_batch": batch, "seq_len": LENGTH, "prove": False, **given}
+        return solve(Stack, text, options=options(None), **asked)
+
+    one_f_one_b = solved(tpplan.solve_stages, stages=2, schedule=Schedule.ONE_F_ONE_B)
+    zero_bubble = solved(tpplan.solve_stages, stages=2, schedule=Schedule.ZERO_BUBBLE)
+    single = tpplan.solve(
+        Stack, text, cluster=cluster, global_batch=batch, seq_len=LENGTH, loss=loss, precision=Precision.FP32,
+        micro_batch="auto", prove=False,
+    )  # fmt: skip
+    steps = [own.predicted.step_time_s for own in (zero_bubble, single, one_f_one_b)]
+    assert steps == sorted(steps)
+    found = solved(tpplan.solve_any)
+    assert isinstance(found, PipelinePlan)
+    assert found.predicted.step_time_s <= steps[0] * (1 + 1e-9)  # several stages on a GPU may be faster still
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(parts=2), PipelineShape(parts=2, is_zero_bubble=True)])

@@ -80,7 +80,7 @@ def _fastest(
     """The search of the fastest step and its degrees, None where the whole model is faster; lines on shapes that
     were left out or that cannot be, one for each kind of reason; and seconds that no step of any shape is below."""
     least = whole.predicted.step_time_s if whole is not None else math.inf
-    best: dict[bool, tuple[float, Search, Degrees]] = {}
+    bounds = [math.inf if whole is None else whole.solver.bound_s]
     why_not: dict[type[Exception], str] = {}
     searches: list[tuple[float, PipelineShape, Search]] = []
     for shape in _shapes(solver.cluster):
@@ -89,6 +89,31 @@ def _fastest(
             searches.append((search.floor(least), shape, search))
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             why_not.setdefault(type(error), first_line(error))
+    best, left = _of_own_schedules(searches, least, why_not, progress)
+    fastest: tuple[Search, Degrees] | None = None
+    if best:
+        least, *_ = best[0]
+        fastest = best[0][1:]
+    alone = [search for _, shape, search in searches if shape.virtual_stages == 1]
+    if (deferred := fastest_deferring([own[1:] for own in best], alone, least)) is not None:
+        least, fastest = deferred[0], deferred[1:]
+    said = tuple(f"{shape.option}, whose floor is higher than those of {MOST_SHAPES} others" for shape in left)
+    said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
+    said += (UNDEFERRED, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
+    bounds += [search.bound_of_schedules(least) for _, _, search in searches]
+    return fastest, said, min(bounds)
+
+
+def _of_own_schedules(
+    searches: list[tuple[float, PipelineShape, Search]],
+    least: float,
+    why_not: dict[type[Exception], str],
+    progress: Progress | None,
+) -> tuple[list[tuple[float, Search, Degrees]], list[PipelineShape]]:
+    """The fastest step by 1F1B and the fastest of interleaved schedules, each with its seconds, search and degrees,
+    where it takes less than `least`, the faster one first; and the shapes that were not tried. `searches` have floors;
+    to `why_not` is added why a shape has no plan."""
+    best: dict[bool, tuple[float, Search, Degrees]] = {}
     tried, left = 0, list[PipelineShape]()
     searches.sort(key=lambda one: (one[1].virtual_stages > 1, *one[:2]))
     for done, (floor_s, shape, search) in enumerate(searches):
@@ -108,15 +133,7 @@ def _fastest(
             continue
         if found is not None:
             least, best[shape.virtual_stages > 1] = found[0], (found[0], search, found[1])
-    said = tuple(f"{shape.option}, whose floor is higher than those of {MOST_SHAPES} others" for shape in left)
-    said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
-    others = [own[1:] for own in sorted(best.values(), key=itemgetter(0))]
-    alone = [search for _, shape, search in searches if shape.virtual_stages == 1]
-    deferred = fastest_deferring(others, alone, least)
-    fastest = others[0] if deferred is None and others else deferred[1:] if deferred is not None else None
-    said += (UNDEFERRED, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
-    bounds = [search.bound_of_schedules(least) for _, _, search in searches]
-    return fastest, said, min([math.inf if whole is None else whole.solver.bound_s, *bounds])
+    return sorted(best.values(), key=itemgetter(0)), left
 
 
 def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:

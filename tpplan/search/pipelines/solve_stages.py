@@ -93,9 +93,8 @@ def fastest_deferring(
         if (deferring := search.deferring) is not None:
             fsdp = own.fsdp if own.once else search.solver.options.fsdp or 0
             ways.append((deferring, replace(own, once=True, fsdp=fsdp)))
-    for seconds, search, own in likely:
-        if seconds < least:
-            ways += [(search, replace(own, once=True, sliced=dim)) for dim in search.dims_to_slice(own)]
+    for _, search, own in likely:
+        ways += [(search, replace(own, once=True, sliced=dim)) for dim in search.dims_to_slice(own)]
     found: tuple[float, Search, Degrees] | None = None
     for search, own in ways:
         seconds, decided = search.unless_slower(own, least)
