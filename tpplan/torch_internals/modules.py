@@ -117,6 +117,17 @@ def end_of_backwards(root: FSDPModule) -> None:
     root._get_fsdp_state()._register_root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
 
+def forwards_remembered(root: FSDPModule) -> list[FSDPParamGroup]:
+    """The groups of FSDP2's units whose forwards have ended, in order, since the last backward of a model has."""
+    return [*getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ())]  # there from the first forward on
+
+
+def unit_of_group(group: FSDPParamGroup) -> FSDPModule:
+    """The module that FSDP2 gathers the group for."""
+    found: FSDPModule = group.modules[0]  # type: ignore[assignment]
+    return found
+
+
 def unit_name(group: FSDPParamGroup) -> str:
     """Name of the module that the group is gathered for; "" for the root."""
     return group._module_fqn or ""
@@ -199,6 +210,20 @@ def _groups() -> bool:
         )
 
 
+def _remembered() -> bool:
+    """Forwards are remembered in order until a backward ends."""
+    if torch.distributed.is_initialized():
+        return callable(FSDPModule._get_fsdp_state)
+    with fake_group(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+        found = model(torch.ones(1, 4))
+        units = [unit_of_group(group) for group in forwards_remembered(model)]
+        found.sum().backward()
+        return units == [*model] and not forwards_remembered(model)
+
+
 def _ends() -> bool:
     """A gradient that came apart from a backward is reduced at the end of one that computes nothing."""
     if torch.distributed.is_initialized():
@@ -241,6 +266,12 @@ PROBES = (
         uses="assignment to module.__class__, properties in place of parameters",
         needed_for="plain local tensors inside a forward",
         works=_class_changed,
+    ),
+    Probe(
+        name="FSDP2's memory of forwards",
+        uses="FSDPState._comm_ctx, FSDPCommContext.post_forward_order, FSDPParamGroup.modules",
+        needed_for="gathering ahead in the backwards of stages",
+        works=_remembered,
     ),
     Probe(
         name="the end of FSDP2's backwards",

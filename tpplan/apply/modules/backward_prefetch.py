@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tpplan.torch_internals.modules import group_of
+from tpplan.torch_internals.modules import forwards_remembered, unit_of_group
 
 
 @contextlib.contextmanager
@@ -21,14 +21,12 @@ def noting_order(model: nn.Module) -> Iterator[None]:
 
     A unit that runs twice has no one unit before it: then FSDP prefetches as it does by itself.
     """
-    order: list[FSDPModule] = []
-    units = [module for module in model.modules() if isinstance(module, FSDPModule) and group_of(module) is not None]
-    handles = [unit.register_forward_hook(lambda unit, *_: order.append(unit)) for unit in units]
-    try:
+    if not isinstance(model, FSDPModule):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        return
+    earlier = len(forwards_remembered(model))
+    yield
+    order = [unit_of_group(group) for group in forwards_remembered(model)[earlier:]]
     if len(set(map(id, order))) == len(order):
         for before, unit in zip([*order[:1], *order], order, strict=False):
             unit.set_modules_to_backward_prefetch([before])  # the first has itself: nothing
