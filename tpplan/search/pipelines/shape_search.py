@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 MOST_MOVES = 4
 #: what a plan says of pipelines that were left out without a bound
 TOO_SLOW = (
-    f"several stages on a GPU, first plans of which are over {MOST_HASTENED:.0%} and a layer's recomputation slower"
+    f"several stages on a GPU where their first plans are slower by over {MOST_HASTENED:.0%} and what recomputing a "
+    "layer takes"
 )
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
-    TOO_SLOW,
     "micro-batches above one that is slower than the one below it",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
@@ -298,7 +298,9 @@ class Search:
         return plan
 
     def _left_out(self) -> Iterator[str]:
-        """Yields lines on degrees that are not looked at unless asked for."""
+        """Yields lines on what is left out of this shape's plans."""
+        if self.shape.virtual_stages > 1:
+            yield TOO_SLOW
         own = self.solver.gpus(self.shape)
         if self.solver.options.tp is None and own.gpus > own.gpus_per_node:
             yield "tp degrees across nodes"
