@@ -8,9 +8,9 @@ and 2.2.2]:
 
 M micro-batches, t seconds of a micro-batch's forward and backward on a stage, v chunks of layers on each rank, c
 seconds of a link. With a chunk a rank, what is waited for what is sent is tpplan's own sum (`sent_s`). With several, a
-rank waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all
-links both ways: 2 (M v c_max + sum of c). Sends that run beside the next chunk's compute are waited for while the
-pipeline fills and drains alone.
+rank exchanges with both neighbours at once after each chunk, and the pipeline fills and drains over all links:
+(M v - 1) c_max + 2 (sum of c). Sends that run beside the next chunk's compute are waited for while the pipeline fills
+and drains alone.
 """
 
 from collections.abc import Sequence
@@ -43,5 +43,5 @@ def schedule_time(
     if chunks == 1 and not hides_sends:
         send = sent_s([*link_s, 0.0], micro_batches)
     elif not hides_sends:
-        send += 2 * micro_batches * chunks * max(link_s, default=0.0)
+        send += (micro_batches * chunks - 1) * max(link_s, default=0.0)
     return ScheduleTime(work_s=micro_batches * slowest, bubble_s=(sum(stage_s) - slowest) / chunks, send_s=send)
