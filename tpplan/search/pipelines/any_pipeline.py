@@ -71,6 +71,8 @@ def solve_any(
     found = replace(search, progress=progress).found(prove=prove, degrees=degrees)
     if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
         return saying(whole, (TOO_SLOW, *left))
+    unsearched = whole.solver.unsearched or () if whole is not None else ()
+    left = (*left, *(f"without stages: {line}" for line in unsearched))
     return saying(bounded(found, bound_s), left if found.virtual_stages > 1 else (TOO_SLOW, *left))
 
 

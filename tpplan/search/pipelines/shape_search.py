@@ -43,7 +43,7 @@ UNSEARCHED = (
     "FSDP over shard x tp while degrees and cuts are compared",
     "stages of different tp or fsdp degrees",
 )
-#: the same of graphs that were not traced
+#: what a plan of stages says of graphs that were not traced
 GROWN = "micro-batches from the third on were compared as if the code did what it does at the smallest two"
 MISLED = "other numbers of stages may have been compared by graphs that differ from the code's"
 
@@ -155,7 +155,7 @@ class Search:
         return math.inf
 
     def bound_of_schedules(self, least: float) -> float:
-        """The same for this shape and its like with a zero-bubble schedule."""
+        """Seconds that no step of this shape is below, by its own or a zero-bubble schedule, as `bound` has them."""
         deferring = self.deferring
         return self.bound(least) if deferring is None else min(self.bound(least), deferring.bound(least))
 

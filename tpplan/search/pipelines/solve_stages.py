@@ -5,6 +5,7 @@ shape is found (tpplan.search.pipelines.shape_search), and then, unless a schedu
 schedule makes a step shorter.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,9 +18,11 @@ from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
-from tpplan.search.pipelines.shape_search import Search, why_not_scheduled
+from tpplan.search.pipelines.shape_search import MISLED, Search, why_not_scheduled
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
+
+logger = logging.getLogger(__name__)
 
 #: degrees at which a zero-bubble schedule is tried beside those that are the best of another schedule
 MOST_LIKELY = 2
@@ -104,12 +107,21 @@ def fastest_deferring(
 
 
 P = TypeVar("P", Plan, PipelinePlan)
+#: relative difference up to which a bound and a step are equal: loads of balanced stages are known to 1e-6
+_ROUNDING = 1e-5
 
 
 def bounded(plan: PipelinePlan, bound_s: float) -> PipelinePlan:
-    """The plan with seconds that no step is below."""
-    bound_s = min(bound_s, plan.predicted.step_time_s)
-    return replace(plan, solver=replace(plan.solver, bound_s=bound_s, gap=1 - bound_s / plan.predicted.step_time_s))
+    """The plan with seconds that no step is below; without any, a bound of 0, where the bound is of graphs that the
+    code turned out not to have, or contradicts the plan, which is logged."""
+    step_s = plan.predicted.step_time_s
+    if bound_s > step_s * (1 + _ROUNDING):
+        logger.warning("a step of %g s is below the bound of %g s: the plan gets no bound", step_s, bound_s)
+        return plan
+    if MISLED in (plan.solver.unsearched or ()):
+        return plan
+    bound_s = min(bound_s, step_s)
+    return replace(plan, solver=replace(plan.solver, bound_s=bound_s, gap=1 - bound_s / step_s))
 
 
 def saying(plan: P, left: tuple[str, ...]) -> P:
