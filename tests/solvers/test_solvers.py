@@ -1,5 +1,6 @@
 """The ILP against enumeration, the reported status and bound against the truth, the registry."""
 
+import math
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.solvers import groups
+from tpplan.solvers import branching, groups
 from tpplan.solvers.groups import Skeleton, skeleton_of
 from tpplan.solvers.presolve import reduce
 from tpplan.solvers.problem import (
@@ -217,6 +218,33 @@ def test_ilp_matches_brute_force(solver: str, batch: int) -> None:
         assert_truthful(problem, actual)
         assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
         assert actual.bound == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+
+
+@pytest.mark.parametrize("most_nodes", [0, 2, 4])
+def test_highs_own_search_goes_on_where_that_by_relaxations_has_seen_its_nodes(
+    most_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimum of enumeration after a search that did not start, or that may know a solution; some problems need
+    more nodes than these."""
+    ended = list[bool]()
+    search = branching.Branching.search
+
+    def noted(self: branching.Branching) -> bool:
+        ended.append(search(self))
+        return ended[-1]
+
+    monkeypatch.setattr(branching, "MOST_NODES", most_nodes)
+    monkeypatch.setattr(branching.Branching, "search", noted)
+    for seed in range(0, NUM_RANDOM_PROBLEMS, 2):
+        problem = random_problem(seed)
+        expected = solvers.solve(problem, solver="brute-force")
+        for cutoff in (math.inf, 1.0 if expected.objective is None else 1.01 * expected.objective):
+            actual = solvers.solve(problem, solver="highs", cutoff=cutoff)
+            assert (actual.objective is None) == (expected.objective is None), f"seed {seed}"
+            if expected.objective is not None:
+                assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+    assert ended.count(False) >= 10
+    assert most_nodes == 0 or ended.count(True) >= 10
 
 
 @pytest.mark.parametrize("solver", ILP_SOLVERS)

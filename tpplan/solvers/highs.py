@@ -9,6 +9,7 @@ import numpy as np
 
 from tpplan.core.errors import SolverError
 from tpplan.solvers import milp
+from tpplan.solvers.branching import Branching, Incumbent, execute
 from tpplan.solvers.build_program import BOUND_MARGIN
 from tpplan.solvers.matrix import Program
 from tpplan.solvers.problem import Problem, Solution, Status
@@ -18,6 +19,8 @@ SMALLEST_ENTRY = 1e-12
 
 #: excess over a cutoff, in the program's unit, that counts as rounding
 CUTOFF_MARGIN = 1e-7
+#: of a time limit, what a search by relaxations may take before HiGHS's own, which gives a bound at any time
+_SHARE_OF_TIME = 0.5
 
 
 def solve(
@@ -37,13 +40,13 @@ def _run(
     is_relaxed: bool = False,
     known: dict[Hashable, object] | None = None,
 ) -> milp.Outcome:
-    """Solves the linear relaxation, which is often integral, and the integer program only where it is not."""
+    """Solves the linear relaxation, which is often integral, and branches only where it is not."""
     started = time.monotonic()
     highs = _loaded(program, time_limit_s)
     if is_relaxed:
         _relax(highs, program, {} if known is None else known, cutoff)
     else:
-        _execute(highs)
+        execute(highs)
     status, relaxed = highs.getModelStatus(), highs.getInfo().objective_function_value
     if status == highspy.HighsModelStatus.kInfeasible:
         return milp.Outcome(status=Status.INFEASIBLE)
@@ -58,18 +61,44 @@ def _run(
         return milp.Outcome(status=Status.BOUNDED, bound=_search_bound(cutoff))
     elif is_relaxed:
         return milp.Outcome(status=Status.BOUNDED)
+    known_best = Incumbent(_search_bound(cutoff) + milp.SOLVER_TOLERANCE)
+    deadline = math.inf if time_limit_s is None else started + _SHARE_OF_TIME * time_limit_s
+    branching = Branching(highs=highs, program=program, known=known_best, deadline=deadline)
+    if branching.search():
+        return _best(known_best, cutoff)
+    _whole(highs, program, known_best, cutoff)
+    if time_limit_s is not None:
+        highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
+    execute(highs)
+    return _outcome(highs, cutoff)
+
+
+def _best(known: Incumbent, cutoff: float) -> milp.Outcome:
+    """The outcome of a search that has ended; solutions above the cutoff were left out."""
+    objective = known.objective
+    if known.values is None or objective > cutoff + CUTOFF_MARGIN:
+        if math.isinf(cutoff):
+            return milp.Outcome(status=Status.INFEASIBLE)
+        return milp.Outcome(status=Status.BOUNDED, bound=min(_search_bound(cutoff), objective))
+    return milp.Outcome(status=Status.OPTIMAL, objective=objective, bound=objective, values=known.values)
+
+
+def _whole(highs: highspy.Highs, program: Program, known: Incumbent, cutoff: float) -> None:
+    """Gives HiGHS the integer program of the relaxations that it had, and the best solution that is known."""
     # From the relaxation's basis, 1.16 may report a wrong objective.
     highs.clearSolver()
+    columns = np.arange(program.num_columns, dtype=np.int32)
+    highs.changeColsBounds(len(columns), columns, program.lower, program.upper)
     highs.setOptionValue("objective_bound", _search_bound(cutoff))
     # It finds any solution, which is of use only where no cutoff is known.
     highs.setOptionValue("mip_heuristic_run_feasibility_jump", math.isinf(cutoff))
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), integers, kinds)
-    if time_limit_s is not None:
-        highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
-    _execute(highs)
-    return _outcome(highs, cutoff)
+    if known.values is not None:
+        start = highspy.HighsSolution()
+        start.col_value = known.values.tolist()
+        highs.setSolution(start)
 
 
 class _Silent(highspy.Highs):
@@ -119,17 +148,9 @@ def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object]
     basis = known.get(shape)
     if isinstance(basis, highspy.HighsBasis):
         highs.setBasis(basis)
-    _execute(highs)
+    execute(highs)
     if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
         known[shape] = highs.getBasis()
-
-
-def _execute(highs: highspy.Highs) -> None:
-    """Runs HiGHS. Its threads are shared by the process; an error may mean that another user started another number of
-    them, so the scheduler is reset and the run repeated."""
-    if highs.run() == highspy.HighsStatus.kError:
-        highspy.Highs.resetGlobalScheduler(True)
-        highs.run()
 
 
 def _is_integral(highs: highspy.Highs, program: Program) -> bool:

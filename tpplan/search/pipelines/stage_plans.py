@@ -89,12 +89,14 @@ class AllStages:
         return self.solver.decided(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
 
     def floor(self, least: float = math.inf) -> float:
-        """Seconds that no step of these stages is below; infinite where they do not fit, or where one takes `least` or
-        longer.
+        """Seconds that no step of these stages is below; infinite where they do not fit, or where that is `least` or
+        more by the loads of the parts alone or as one stage takes too long.
 
         Stages of the most common kind run by their fastest plan, with one micro-batch in flight. Others take the least
         that their part of the model does.
         """
+        if self._bounds.seconds({}) >= least:
+            return math.inf
         kind = self._commonest
         try:
             plan = self._fastest(kind, self._bounds.most_of(kind, {}, least))
