@@ -89,6 +89,16 @@ class Peaks:
         """Every row, each under the memory limit in bytes."""
         return (Resource(name=f"memory {name}", terms=terms, limit=self.limit) for name, terms in self._rows())
 
+    def of_a_part(self, parts: int, in_flight: float) -> Resource:
+        """About what a rank holds at most that has one of some equal parts of the layers, and keeps the activations of
+        `in_flight` micro-batches of it: in a layer's backward, with as much less of what all layers have together."""
+        together = (*self._lasting(), self._earlier_gradients(), *self.gathered.throughout())
+        terms = [term if term.name == SLACK else replace(term, weight=term.weight / parts) for term in together]
+        terms += (replace(term, weight=term.weight * in_flight / parts) for term in self._kept_by_layers())
+        if families := self.families.earlier:
+            terms += self._beside_what_is_kept(families)
+        return Resource(name="memory of a part", terms=tuple(terms), limit=self.limit)
+
     def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         lasting = tuple(self._lasting())
         gradients = (self._gradients(),)
@@ -181,6 +191,12 @@ class Peaks:
         last = max(family.end for family in families)
         yield from self.activations.kept_outside(until=last)
         yield from self.gathered.throughout()
+        yield from self._beside_what_is_kept(families)
+        if self.uses_fsdp and self._are_gradients_new:
+            yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(self._parameters_behind(last)),))
+
+    def _beside_what_is_kept(self, families: Sequence[Family]) -> Iterator[Term]:
+        """What a layer's backward holds for itself."""
         if self.uses_fsdp:
             yield self.gathered.for_a_while()
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))
@@ -194,8 +210,6 @@ class Peaks:
             elif self.uses_fsdp:  # the row has its gradients and none of its activations
                 behind.append(self._reduced(family))
         yield Term(name=BUFFERS, expressions=tuple(behind))
-        if self.uses_fsdp and self._are_gradients_new:
-            yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(self._parameters_behind(last)),))
 
     def _gathering_the_first_layer(self) -> Iterator[Term]:
         """The buffer of the root is freed after the first layer has been copied out of its own."""

@@ -13,6 +13,7 @@ either may grow and shrink unevenly.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.plan.parts import BESIDE, SAVED
@@ -46,10 +47,11 @@ def num_bytes(tensors: Sequence[TensorPlan], tp: int) -> int:
     return sum(math.prod(one.on_a_rank(tp).shape) * DTYPE_BYTES[one.dtype] for one in tensors)
 
 
-def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
+@cache
+def most_in_flight(shape: PipelineShape, micro_batches: int) -> tuple[int, ...]:
     """By rank the most micro-batches that its stages have in flight together."""
     every = shape.orders(micro_batches)
-    return [max(sum(kept.in_flight) for _, kept in kept_during(order, shape.parts)) for order in every]
+    return tuple(max(sum(kept.in_flight) for _, kept in kept_during(order, shape.parts)) for order in every)
 
 
 def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int, like: int) -> Held:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter, itemgetter
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
@@ -20,10 +20,11 @@ from tpplan.plan.pipeline_plan import PipelinePlan, Schedule, why_unscheduled
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.expert_degrees import ACROSS
+from tpplan.search.pipelines.estimates import ESTIMATED
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import MOST_HASTENED, AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import predicted, seconds_between
+from tpplan.search.pipelines.step_seconds import dims_to_slice, predicted, seconds_between
 from tpplan.search.points.options import Options, Progress
 from tpplan.solvers.problem import Status
 
@@ -38,7 +39,8 @@ TOO_SLOW = (
 )
 #: what a plan of stages says of what was not searched
 UNSEARCHED = (
-    "micro-batches above one that is slower than the one below it",
+    ESTIMATED,
+    "ways to cross between stages but the one whose stages are fastest where memory does not matter",
     "other cuts than those that balance the ranks' least times, and those that moving single layers leads to",
     "FSDP over shard x tp while degrees and cuts are compared",
     "stages of different tp or fsdp degrees",
@@ -49,13 +51,8 @@ MISLED = "other numbers of stages may have been compared by graphs that differ f
 
 
 #: seconds of a step and its degrees; without degrees, one that was left out as it is slower than another
-_Found = tuple[float, Degrees | None]
-_LEFT_OUT: _Found = (math.inf, None)
-
-
-def _order(found: _Found) -> tuple[float, bool]:
-    """The fastest first; of none that fits, first what was left out, which may fit."""
-    return found[0], found[1] is not None
+Found = tuple[float, Degrees | None]
+LEFT_OUT: Found = (math.inf, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +129,9 @@ class Search:
     def floor(self, least: float = math.inf) -> float:
         """Seconds that no step is below at any degrees; where that is `least` or more, it may be more. Raises
         UsageError where the model has too few places to be cut, InfeasibleError where pins leave it no layout."""
-        return min(self._floors(least).values())
+        return min(self.floors(least).values())
 
-    def _floors(self, least: float) -> dict[Degrees, float]:
+    def floors(self, least: float) -> dict[Degrees, float]:
         """By degrees at which the model has a layout the seconds that no step is below: whatever the cuts, and where
         these are below `least` with those that balance the ranks. Raises InfeasibleError where pins leave none."""
         every = self.degrees()
@@ -172,7 +169,7 @@ class Search:
         rank, where 1F1B waits for all of it. [Qi et al. 2023, table 1, where forwards, gradients of inputs and of
         weights take equally long]"""
         found, solver, shape = list[tuple[float, Degrees]](), self.solver, self.shape
-        for own, floor in self._floors(least).items():
+        for own, floor in self.floors(least).items():
             if floor < least:
                 sizes = solver.sizes(shape, own)
                 each = solver.loads(shape, own).of_stages(sizes)
@@ -183,78 +180,57 @@ class Search:
                 found.append((solver.steps(shape, own) * fullest + waiting + 2 * between, own))
         return sorted(found, key=itemgetter(0))
 
-    def best(self, least: float = math.inf) -> tuple[float, Degrees] | None:
-        """The seconds of the fastest step, and its degrees; None where it takes `least` or longer. The degrees of the
-        least floor are tried first, so that those of floors above it are left out. Raises InfeasibleError where none
-        fits or pins leave no layout, and UsageError where the model has too few places to be cut."""
-        floors = self._floors(least)
-        found: dict[Degrees, _Found] = {}
-        first = min(floors, key=floors.__getitem__)
-        kind = attrgetter("tp", "ep")
-        for done, (_, own) in enumerate(chain([((0, 0), [first])], groupby(floors, key=kind))):
-            self._report("solve", done, 1 + len(set(map(kind, floors))))
-            of_kind = math.inf
-            for degrees in own:
-                if degrees not in found:
-                    is_slower = floors[degrees] >= least
-                    found[degrees] = _LEFT_OUT if is_slower else self._fastest(degrees, least)
-                    least = min(least, found[degrees][0])
-                seconds, way = found[degrees]
-                if way is not None and of_kind < seconds:
-                    break
-                of_kind = of_kind if way is None else seconds
-        seconds, best = min(found.values(), key=_order)
-        if best is None:
-            return None
-        if seconds == math.inf:
-            missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
-            raise InfeasibleError(
-                f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations "
-                "of several micro-batches: take another number of stages, a smaller micro-batch, more GPUs or memory, "
-                "or leave --recompute to be decided"
-            )
-        return seconds, best
+    @property
+    def ways_to_reduce(self) -> tuple[bool, ...]:
+        """Whether weights are gathered and gradients reduced once a step, and where that is not pinned nor weights'
+        gradients are deferred, for every micro-batch."""
+        return (True,) if self.solver.options.whole_gradients or self.shape.is_zero_bubble else (True, False)
 
-    def _fastest(self, degrees: Degrees, least: float) -> _Found:
-        """The fastest way to cross between stages, whole or as slices, with weights gathered and gradients reduced once
-        a step; or, unless that is pinned or weights' gradients are deferred, in this way of crossing for every
-        micro-batch."""
-        found: dict[Degrees, _Found] = {}
-        for dim in self.dims_to_slice(degrees):
-            once = replace(degrees, once=True, sliced=dim)
-            found[once] = self.unless_slower(once, least)
-            least = min(least, found[once][0])
-        if not (self.solver.options.whole_gradients or self.shape.is_zero_bubble):
-            sliced = min(found, key=lambda way: found[way][0]).sliced
-            often = replace(degrees, once=False, sliced=sliced)
-            found[often] = self.unless_slower(often, least)
-        return min(found.values(), key=_order)
+    def fastest_way(self, degrees: Degrees, least: float) -> Found:
+        """The step with the fastest way to cross between stages, whole or as slices, unless it takes `least` or longer:
+        the way whose stages are fastest where memory does not matter, or the next one that fits."""
+        sizes = self.solver.sizes(self.shape, degrees)
+        ways: list[tuple[float, int, Degrees]] = []
+        for place, dim in enumerate(self.dims_to_slice(degrees)):
+            own = replace(degrees, sliced=dim)
+            floor = AllStages.of(self.solver, self.shape, sizes, own).floor(least)
+            if floor < least or least == math.inf:
+                ways.append((floor, -place, own))
+        found = LEFT_OUT
+        for *_, own in sorted(ways):
+            found = self.unless_slower(own, least)
+            if found[0] < math.inf or found[1] is None:
+                break
+        return found
 
-    def unless_slower(self, degrees: Degrees, least: float) -> _Found:
+    def unfit(self) -> InfeasibleError:
+        """The error where no plan fits at any degrees."""
+        missed = f": {self.solver.misses[self.shape]}" if self.shape in self.solver.misses else ""
+        return InfeasibleError(
+            f"no plan of {self.shape.option} fits{missed}. The first stages keep the activations of several "
+            "micro-batches: take another number of stages, a smaller micro-batch, more GPUs or memory, or leave "
+            "--recompute to be decided"
+        )
+
+    def unless_slower(self, degrees: Degrees, least: float) -> Found:
         """The step at these degrees, unless it takes `least` or longer."""
         sizes = self.solver.sizes(self.shape, degrees)
         if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor(least) >= least:
-            return _LEFT_OUT
+            return LEFT_OUT
         try:
             found = self.tried(degrees, least)
         except NotFasterError:
-            return _LEFT_OUT
-        return found if found[0] < least or found[0] == math.inf else _LEFT_OUT
+            return LEFT_OUT
+        return found if found[0] < least or found[0] == math.inf else LEFT_OUT
 
     def dims_to_slice(self, degrees: Degrees) -> list[int | None]:
-        """Dims of which tp ranks may send slices, and None. A tensor alone is sliced, and not in its last dim, which is
-        the width of the layers."""
+        """Dims of which tp ranks may send slices, and None."""
         sizes = self.solver.sizes(self.shape, degrees)
-        stages = self.solver.stages(self.shape, sizes, degrees.micro_batch)
-        crossing = [stage.sends for stage in stages[:-1]]
-        if degrees.tp == 1 or any(len(tensors) != 1 for tensors in crossing):
-            return [None]
-        shapes = {tensor.shape for (tensor,) in crossing}
-        dims = range(min(map(len, shapes)) - 1)
-        return [None, *(dim for dim in dims if all(shape[dim] % degrees.tp == 0 for shape in shapes))]
+        return dims_to_slice(self.solver.stages(self.shape, sizes, degrees.micro_batch), degrees.tp)
 
-    def found(self, *, prove: bool, degrees: Degrees) -> PipelinePlan:
-        """The plan at degrees that are the best. Raises what `solve_stages` raises."""
+    def found(self, *, prove: bool, degrees: Degrees) -> PipelinePlan | None:
+        """The plan at degrees that are the best; None where these were compared by graphs that the code does not have.
+        Raises what `solve_stages` raises."""
         sizes, _ = self._moved(degrees)
         every = AllStages.of(self.solver, self.shape, sizes, degrees)
         self._report("prove", 0, 1)
@@ -262,11 +238,7 @@ class Search:
         is_right = self.solver.has_grown_right(degrees)
         plans = every.own_plans(prove=prove) if is_right else None
         if reuse.grows and (not is_right or len(reuse.ungrowing) > known):
-            logger.info("%s: stages were compared by graphs that the code does not have: once more", self.shape.option)
-            again = replace(self, solver=self.solver.tracing_all())
-            best = again.best()
-            assert best is not None, "no step is slower than infinitely many seconds"
-            return again.found(prove=prove, degrees=best[1])
+            return None
         if plans is None:
             raise InfeasibleError(
                 f"no plan of {self.shape.option}: stages taken for alike fit, but one of them, solved by itself, does "

@@ -17,6 +17,7 @@ from tpplan.core.mesh import divisors
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
+from tpplan.search.pipelines.most_promising import Best, fastest, plan_of
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.shape_search import MISLED, Search, why_not_scheduled
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
@@ -68,23 +69,17 @@ def solve_stages(
         options=replace(options, all_gpus=True),
     )
     search = Search(solver=solver, shape=shape, progress=progress)
-    best = search.best()
-    assert best is not None, "no step is slower than infinitely many seconds"
-    seconds, degrees = best
+    (best,) = fastest([search], progress=progress)
     if schedule is not None:
-        return bounded(search.found(prove=prove, degrees=degrees), search.bound(seconds))
-    bound_s = search.bound_of_schedules(seconds)
-    if (deferred := fastest_deferring([(search, degrees)], [search], seconds)) is not None:
-        _, search, degrees = deferred
-    return saying(bounded(search.found(prove=prove, degrees=degrees), bound_s), (UNDEFERRED,))
+        return bounded(plan_of(best, prove=prove), search.bound(best.seconds))
+    bound_s = search.bound_of_schedules(best.seconds)
+    deferred = fastest_deferring([best], [search], best.seconds)
+    return saying(bounded(plan_of(deferred or best, prove=prove), bound_s), (UNDEFERRED,))
 
 
-def fastest_deferring(
-    others: Sequence[tuple[Search, Degrees]], searches: Sequence[Search], least: float
-) -> tuple[float, Search, Degrees] | None:
-    """The fastest step with a zero-bubble schedule: its seconds, search and degrees. It is tried at the degrees of
-    `others`, the best of other schedules, and at those of `searches` that promise most. None where it takes `least` or
-    longer."""
+def fastest_deferring(others: Sequence[Best], searches: Sequence[Search], least: float) -> Best | None:
+    """The fastest step with a zero-bubble schedule. It is tried at the degrees of `others`, the best of other
+    schedules, and at those of `searches` that promise most. None where it takes `least` or longer."""
     promised: list[tuple[float, Search, Degrees]] = []
     for search in searches:
         if (deferring := search.deferring) is not None:
@@ -92,17 +87,18 @@ def fastest_deferring(
                 promised += [(seconds, deferring, own) for seconds, own in deferring.promises(least)]
     likely = sorted(promised, key=itemgetter(0))[:MOST_LIKELY]
     ways: list[tuple[Search, Degrees]] = []
-    for search, own in others:
-        if (deferring := search.deferring) is not None:
-            fsdp = own.fsdp if own.once else search.solver.options.fsdp or 0
+    for best in others:
+        if (deferring := best.search.deferring) is not None:
+            own = best.degrees
+            fsdp = own.fsdp if own.once else deferring.solver.options.fsdp or 0
             ways.append((deferring, replace(own, once=True, fsdp=fsdp)))
     for _, search, own in likely:
         ways += [(search, replace(own, once=True, sliced=dim)) for dim in search.dims_to_slice(own)]
-    found: tuple[float, Search, Degrees] | None = None
+    found: Best | None = None
     for search, own in ways:
         seconds, decided = search.unless_slower(own, least)
         if decided is not None and seconds < least:
-            least, found = seconds, (seconds, search, decided)
+            least, found = seconds, Best(seconds=seconds, search=search, degrees=decided)
     return found
 
 

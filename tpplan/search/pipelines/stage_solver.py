@@ -219,9 +219,14 @@ class StageSolver:
         """Seconds that no step at these degrees is below, whatever the cuts: the least compute and tp collectives of
         the whole model, evenly on all parts; and by 1F1B, where all other stages are waited for, as many micro-batches
         of waiting as an even pipeline has."""
-        groups = self.gpus(shape).gpus // (degrees.tp * degrees.ep)
         waiting = (shape.parts - 1) / self.steps(shape, degrees) if shape.is_one_f_one_b else 0.0
-        return self.points(degrees.ep).floor(degrees.fewest) / (groups * shape.parts) * (1 + waiting)
+        return self.least_work_s(shape, degrees) / shape.parts * (1 + waiting)
+
+    def least_work_s(self, shape: PipelineShape, degrees: Degrees) -> float:
+        """Seconds that a step's work is not below, on one part after the other: the least compute and tp collectives
+        of the whole model."""
+        groups = self.gpus(shape).gpus // (degrees.tp * degrees.ep)
+        return self.points(degrees.ep).floor(degrees.fewest) / groups
 
     def floor(self, shape: PipelineShape, degrees: Degrees) -> float:
         """Seconds that no step at these degrees is below with the stages that balance the ranks: the least compute and

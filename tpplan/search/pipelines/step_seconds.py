@@ -98,6 +98,17 @@ def seconds_between(stage: StagePlan, tp: int, shape: PipelineShape, cluster: Cl
     return _seconds_of_a_pair(part, (part + 1) % shape.parts, num_bytes(stage.sends, tp), shape, cluster)
 
 
+def dims_to_slice(stages: Sequence[StagePlan], tp: int) -> list[int | None]:
+    """None, and the dims of which tp ranks may send slices. A tensor alone is sliced, and not in its last dim, which is
+    the width of the layers."""
+    crossing = [stage.sends for stage in stages[:-1]]
+    if tp == 1 or any(len(tensors) != 1 for tensors in crossing):
+        return [None]
+    shapes = {tensor.shape for (tensor,) in crossing}
+    dims = range(min(map(len, shapes)) - 1)
+    return [None, *(dim for dim in dims if all(shape[dim] % tp == 0 for shape in shapes))]
+
+
 def _seconds_of_ties(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> float:
     """Seconds of a step in which the slowest stage gets the gradients of its parameters from the others that have them,
     one after the other."""

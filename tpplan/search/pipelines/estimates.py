@@ -1,0 +1,185 @@
+"""About how long a step takes at some degrees, before the model is cut: by the whole model's ILP on the GPUs of a part.
+
+All parts together run the whole model, each a share of it on GPUs of its own. So the ILP of the whole model on the GPUs
+of one part has all of a step's work one after the other, and its optimum over the number of parts is the mean of what a
+part takes. Its memory row is that of a part: what all layers have together counts as one of equal parts of it, and the
+activations as often as the fullest rank keeps them. The loads of the parts (tpplan.search.pipelines.stage_loads) say
+how uneven the stages are, and the schedule how long they wait for each other. As that takes all ranks for as full as
+the fullest, an estimate is no bound; most are within 2 % of the step that is found (scripts/evidence/estimates.py).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from tpplan.core.errors import SolverError
+from tpplan.core.mesh import divisors
+from tpplan.costs.step.formulate import Formulation
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.search.pipelines.rank_memory import most_in_flight
+from tpplan.search.pipelines.stage_loads import least_step_s
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.step_seconds import dims_to_slice, seconds_between, sent_s, simulated_s, split_times
+from tpplan.search.points.mesh_points import Point
+from tpplan.solvers.problem import Problem
+
+#: of the best step found, how long an estimate may be for degrees to be worth solving
+WORTH = 1.03
+#: what a plan of stages says of degrees that were left out by an estimate
+ESTIMATED = f"degrees at which a step takes over {WORTH - 1:.0%} longer by an estimate from the whole model"
+#: of a backward, the products of weights' gradients
+_WEIGHTS = 0.5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Estimate:
+    """About the seconds of a step, and of its work on one part after the other, infinitely many where nothing seems to
+    fit; and the FSDP degree."""
+
+    seconds: float
+    work_s: float
+    fsdp: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """The ILPs of the whole model on the GPUs of a part, by mesh and micro-batch and by whether FSDP gathers weights and
+    reduces gradients once a step; with the optimum of its relaxation without a memory row."""
+
+    solver: StageSolver
+    _formulations: dict[tuple[Point, bool], Formulation] = field(default_factory=dict)
+    _unlimited_s: dict[tuple[Point, bool], float] = field(default_factory=dict)
+    _beside_s: dict[Point, float] = field(default_factory=dict)
+
+    def formulation(self, point: Point, *, is_once: bool) -> Formulation:
+        """The ILP, without units over shard and tp unless these are asked for, as stages are compared."""
+        if (key := (point, is_once)) not in self._formulations:
+            made = self.solver.points(point.ep).formulate(point)
+            over_tp = bool(made.setting.fsdp_over_tp)
+            setting = replace(made.setting, whole_gradients=is_once, gathered_once=is_once, fsdp_over_tp=over_tp)
+            self._formulations[key] = replace(made, setting=setting)
+        return self._formulations[key]
+
+    def unlimited_s(self, point: Point, *, is_once: bool) -> float:
+        """The seconds of a step's work where memory does not matter."""
+        if (key := (point, is_once)) not in self._unlimited_s:
+            problem = self.formulation(point, is_once=is_once).unlimited
+            self._unlimited_s[key] = self.optimum_s(problem, point.ep, is_relaxed=True)
+        return self._unlimited_s[key]
+
+    def once_s(self, point: Point, *, is_once: bool) -> float:
+        """About the seconds of what happens once a step: all but kernels and tp collectives where FSDP does so too."""
+        if not is_once:
+            return 0.0
+        if point not in self._beside_s:
+            self._beside_s[point] = self.formulation(point, is_once=True).beside_s
+        return self._beside_s[point]
+
+    def optimum_s(self, problem: Problem, ep: int, *, is_relaxed: bool, cutoff: float = math.inf) -> float:
+        """The optimum of a problem, or of its relaxation, in seconds; infinite where it has none, and 0 where the time
+        limit does not suffice."""
+        try:
+            found = self.solver.points(ep).solver_of(problem, cutoff=cutoff, is_relaxed=is_relaxed)
+        except SolverError:
+            return 0.0
+        return math.inf if found.bound is None else found.bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """Estimates of a shape at some degrees. What crosses between stages is sliced where it can be, whatever the degrees
+    say."""
+
+    whole: WholeModel
+    shape: PipelineShape
+    degrees: Degrees
+
+    def unlimited(self) -> Estimate:
+        """By the linear relaxation, where memory does not matter."""
+        return self._of_best_fsdp(lambda point: self.whole.unlimited_s(point, is_once=self.degrees.once))
+
+    def relaxed(self) -> Estimate:
+        """By the linear relaxation."""
+        return self._of_best_fsdp(lambda point: self._optimum_s(point, is_relaxed=True))
+
+    def of_ilp(self, relaxed: Estimate, cutoff_s: float) -> Estimate:
+        """By the ILP itself, at the FSDP degree of its relaxation; about the cutoff where it is above."""
+        cutoff = relaxed.work_s * cutoff_s / relaxed.seconds if cutoff_s < math.inf else math.inf
+        point = self._point(relaxed.fsdp)
+        return max(relaxed, self._estimate(point, self._optimum_s(point, is_relaxed=False, cutoff=cutoff)))
+
+    def _of_best_fsdp(self, optimum_s: Callable[[Point], float]) -> Estimate:
+        """At the FSDP degree that seems best: from the largest on, until a smaller one is no better."""
+        best = Estimate(math.inf, math.inf)
+        for fsdp in reversed(self._fsdp_degrees):
+            point = self._point(fsdp)
+            found = self._estimate(point, optimum_s(point))
+            if found.seconds >= best.seconds:
+                break
+            best = found
+        return best
+
+    @property
+    def _fsdp_degrees(self) -> list[int]:
+        ranks = self._solver.gpus(self.shape).gpus // self.degrees.tp
+        own = [self.degrees.fsdp] if self.degrees.fsdp else divisors(ranks)
+        return [fsdp for fsdp in own if fsdp % self.degrees.ep == 0]
+
+    def _point(self, fsdp: int) -> Point:
+        gpus, own = self._solver.gpus(self.shape).gpus, self.degrees
+        return Point(num_gpus=gpus, tp=own.tp, shard=fsdp, micro_batch=own.micro_batch, ep=own.ep)
+
+    def _optimum_s(self, point: Point, *, is_relaxed: bool, cutoff: float = math.inf) -> float:
+        """The seconds of a step's work on one part after the other, where a part has the memory of a rank."""
+        formulation = self.whole.formulation(point, is_once=self.degrees.once)
+        in_flight = max(most_in_flight(self.shape, self._steps)) / self.shape.virtual_stages
+        row = formulation.peaks.of_a_part(self.shape.parts, in_flight)
+        problem = replace(formulation.unlimited, resources=(row,))
+        return self.whole.optimum_s(problem, point.ep, is_relaxed=is_relaxed, cutoff=cutoff)
+
+    def _estimate(self, point: Point, work_s: float) -> Estimate:
+        if work_s == math.inf:
+            return Estimate(math.inf, math.inf, point.shard)
+        parts, work_s = self.shape.parts, max(work_s, self._solver.least_work_s(self.shape, self.degrees))
+        once_s = min(work_s, self.whole.once_s(point, is_once=self.degrees.once))
+        return Estimate(self._with_waiting((work_s - once_s) / parts, once_s / parts), work_s, point.shard)
+
+    @property
+    def _solver(self) -> StageSolver:
+        return self.whole.solver
+
+    @property
+    def _steps(self) -> int:
+        return self._solver.steps(self.shape, self.degrees)
+
+    def _with_waiting(self, mean_s: float, once_s: float) -> float:
+        """Seconds of a step whose parts take a mean of some seconds for its micro-batches, and some more once."""
+        shape, steps = self.shape, self._steps
+        each = [mean_s * shape.parts * share / steps for share in self._shares]
+        if shape.is_one_f_one_b:
+            stage_s = [steps * seconds for seconds in each]
+            return least_step_s(stage_s, each, shape) + sent_s(self._between, steps) + once_s
+        times = [split_times(seconds, 0.0, send_s) for seconds, send_s in zip(each, self._between, strict=True)]
+        if shape.is_zero_bubble:
+            weights = [_WEIGHTS * one.backward_s for one in times]
+            times = [
+                replace(one, backward_s=one.backward_s - own, weights_s=own)
+                for one, own in zip(times, weights, strict=True)
+            ]
+        return simulated_s(times, [once_s / shape.virtual_stages] * shape.count, shape, steps)
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """The part of the model's load that each stage has."""
+        loads = self._solver.loads(self.shape, self.degrees).of_stages(self._solver.sizes(self.shape, self.degrees))
+        total = sum(loads)
+        return [load / total for load in loads] if total else [1 / len(loads)] * len(loads)
+
+    @cached_property
+    def _between(self) -> list[float]:
+        """Seconds of sending what each stage gives to the next."""
+        solver, shape, degrees = self._solver, self.shape, self.degrees
+        stages = solver.stages(shape, solver.sizes(shape, degrees), degrees.micro_batch)
+        dim = dims_to_slice(stages, degrees.tp)[-1]
+        return [seconds_between(stage.with_slices(dim), degrees.tp, shape, solver.cluster) for stage in stages]

@@ -1,0 +1,147 @@
+"""The fastest step of several shapes of pipelines: their degrees are looked at best first, each no further than needed.
+
+What is known of degrees is first a bound, then an estimate (tpplan.search.pipelines.estimates): by a linear relaxation
+without a memory limit, which several shapes share, by one with it, and by an ILP. Each takes longer than the one before
+it, and solving stages far longer than all. The degrees that promise the shortest step are looked at next; their stages
+are solved where the ILP's estimate still is the shortest. Degrees are left out where a bound is no less than the best
+step found, or an estimate longer by WORTH. FSDP gathers weights and reduces gradients once a step, which takes least;
+to do so for every micro-batch is a candidate of its own where memory makes that once a step slower.
+"""
+
+import heapq
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import count
+from operator import attrgetter
+
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.search.pipelines.estimates import WORTH, Estimate, Estimator, WholeModel
+from tpplan.search.pipelines.shape_search import Search
+from tpplan.search.pipelines.stage_solver import Degrees
+from tpplan.search.points.options import Progress
+
+logger = logging.getLogger(__name__)
+
+#: how much slower the memory limit makes a step that gathers weights once, for other ways to be worth a look
+_SLOWER = 1.001
+
+
+class _Known(IntEnum):
+    """What is known of degrees: a bound, or an estimate, by a relaxation without a memory limit or with it, or by an
+    ILP."""
+
+    BOUND = 0
+    UNLIMITED = 1
+    RELAXED = 2
+    ILP = 3
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """Degrees of a shape, with the seconds that they promise; of equal ones those of the lesser bound come first."""
+
+    seconds: float
+    bound_s: float
+    order: int
+    known: _Known = field(compare=False)
+    search: Search = field(compare=False)
+    degrees: Degrees = field(compare=False)
+    estimate: Estimate = field(compare=False, default=Estimate(math.inf, math.inf))
+
+    def is_left_out(self, least: float) -> bool:
+        """True where the degrees are not worth another look, with a step of `least` seconds at hand."""
+        if least == math.inf:
+            return False
+        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= WORTH * least)
+
+    def looked_at(self, whole: WholeModel, least: float) -> "Iterator[_Candidate]":
+        """Yields the candidate with the next estimate, and one that opens up. Where nothing seems to fit there is no
+        estimate by an ILP."""
+        estimator = Estimator(whole=whole, shape=self.search.shape, degrees=self.degrees)
+        match self.known:
+            case _Known.BOUND:
+                found, known = estimator.unlimited(), _Known.UNLIMITED
+            case _Known.UNLIMITED:
+                found, known = estimator.relaxed(), _Known.RELAXED
+                if self.degrees.once and found.seconds > _SLOWER * self.seconds and False in self.search.ways_to_reduce:
+                    yield replace(self, known=_Known.BOUND, degrees=replace(self.degrees, once=False))
+            case _:
+                found, known = estimator.of_ilp(self.estimate, WORTH * least), _Known.ILP
+        known = known if found.seconds < math.inf else _Known.ILP
+        yield replace(self, seconds=max(self.seconds, found.seconds), known=known, estimate=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The seconds of a step, the search of its shape, and its degrees."""
+
+    seconds: float
+    search: Search
+    degrees: Degrees
+
+
+def fastest(searches: Sequence[Search], least: float = math.inf, *, progress: Progress | None = None) -> list[Best]:
+    """Of pipelines with one stage a GPU and of those with several the fastest step found that takes less than `least`,
+    and less than those found before it; the faster one first.
+
+    Raises InfeasibleError where nothing fits at any degrees, or pins leave no layout, and UsageError where a model has
+    too few places to be cut.
+    """
+    if not searches:
+        return []
+    whole, waiting = WholeModel(solver=searches[0].solver), list(_candidates(searches, least))
+    heapq.heapify(waiting)
+    found: dict[bool, Best] = {}
+    unfit: list[Search] = []
+    done, are_all_unfit = 0, True
+    while waiting:
+        candidate = heapq.heappop(waiting)
+        search = candidate.search
+        if candidate.is_left_out(least):
+            are_all_unfit = False
+        elif candidate.known is not _Known.ILP:
+            for other in candidate.looked_at(whole, least):
+                heapq.heappush(waiting, other)
+            continue
+        else:
+            seconds, degrees = search.fastest_way(candidate.degrees, least)
+            if degrees is None:
+                are_all_unfit = False
+            elif seconds == math.inf:
+                unfit.append(search)
+            else:
+                least = seconds
+                found[search.shape.virtual_stages > 1] = Best(seconds=seconds, search=search, degrees=degrees)
+        done += 1
+        if progress is not None:
+            progress("solve", done, done + len(waiting))
+    if unfit and not found and are_all_unfit:
+        raise unfit[-1].unfit()
+    return sorted(found.values(), key=attrgetter("seconds"))
+
+
+def _candidates(searches: Sequence[Search], least: float) -> Iterator[_Candidate]:
+    """Yields the degrees of all shapes, with their bounds. All searches have one solver."""
+    order = count()
+    for search in searches:
+        for degrees, bound_s in search.floors(least).items():
+            own = replace(degrees, once=True)
+            yield _Candidate(bound_s, bound_s, next(order), known=_Known.BOUND, search=search, degrees=own)
+
+
+def plan_of(best: Best, *, prove: bool, progress: Progress | None = None) -> PipelinePlan:
+    """The plan of the best step; where the code does not have the graphs by which stages were compared, of the best by
+    graphs that are all traced. Raises what `solve_stages` raises."""
+    search = replace(best.search, progress=progress)
+    plan = search.found(prove=prove, degrees=best.degrees)
+    if plan is not None:
+        return plan
+    logger.info("%s: stages were compared by graphs that the code does not have: once more", search.shape.option)
+    search = replace(search, solver=search.solver.tracing_all())
+    again = fastest([search])[0]
+    found = search.found(prove=prove, degrees=again.degrees)
+    assert found is not None, "no graph is grown"
+    return found
