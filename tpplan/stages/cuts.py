@@ -187,6 +187,15 @@ def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
     """The outermost modules that are called, run nowhere in a stage, and have parameters or compute from weights all
     that they give: their buffers and draws are of the stage that runs them."""
     present = {module for position in own for module in enclosing(graph.nodes[position].module)}
+    found: dict[str, None] = {}
+    for module in graph.once(_modules_of_weights, lambda: _modules_of_weights(graph)):
+        if module not in present and found.keys().isdisjoint(enclosing(module)):
+            found[module] = None
+    return tuple(found)
+
+
+def _modules_of_weights(graph: ModelGraph) -> tuple[str, ...]:
+    """The modules that are called, and have parameters or compute from weights all that they give."""
     called = dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module)
     weighted = {module for s in graph.parameters for label in (s.label, *s.aliases) for module in enclosing(label)}
     weighed = _computed_from_weights(graph)
@@ -195,21 +204,17 @@ def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
         gives = given_by(graph, module)
         return module in weighted or (bool(gives) and all(name in weighed for name in gives))
 
-    found: list[str] = []
-    for module in called:
-        if module not in present and is_of_weights(module) and not any(within(module, other) for other in found):
-            found.append(module)
-    return tuple(found)
+    return tuple(filter(is_of_weights, called))
 
 
 def _blank(graph: ModelGraph, own: range, absent: Sequence[str]) -> tuple[str, ...]:
     """Parameters of modules that a stage has, which only other stages read."""
-    inside = _read_in(graph, own)
-    everywhere = _read_in(graph, range(len(graph.nodes)))
+    inside, outer = _read_in(graph, own), frozenset(absent)
+    everywhere = graph.once(_read_in, lambda: _read_in(graph, range(len(graph.nodes))))
     return tuple(
         name
         for source in graph.parameters
         if source.result in everywhere and source.result not in inside
         for name in (source.label, *source.aliases)
-        if not any(within(name, module) for module in absent)
+        if outer.isdisjoint(enclosing(name))
     )

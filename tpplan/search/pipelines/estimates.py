@@ -20,7 +20,7 @@ from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import most_in_flight
 from tpplan.search.pipelines.stage_loads import least_step_s
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import dims_to_slice, seconds_between, sent_s, simulated_s, split_times
+from tpplan.search.pipelines.step_seconds import dims_to_slice, seconds_of_sending, sent_s, simulated_s, split_times
 from tpplan.search.points.mesh_points import Point
 from tpplan.solvers.problem import Problem
 
@@ -44,8 +44,8 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """The ILPs of the whole model on the GPUs of a part, by mesh and micro-batch and by whether FSDP gathers weights and
-    reduces gradients once a step; with the optimum of its relaxation without a memory row."""
+    """The ILPs of the whole model on the GPUs of a part, by mesh and micro-batch and by whether FSDP gathers weights
+    and reduces gradients once a step; with the optimum of their relaxations without a memory row."""
 
     solver: StageSolver
     _formulations: dict[tuple[Point, bool], Formulation] = field(default_factory=dict)
@@ -180,6 +180,9 @@ class Estimator:
     def _between(self) -> list[float]:
         """Seconds of sending what each stage gives to the next."""
         solver, shape, degrees = self._solver, self.shape, self.degrees
-        stages = solver.stages(shape, solver.sizes(shape, degrees), degrees.micro_batch)
-        dim = dims_to_slice(stages, degrees.tp)[-1]
-        return [seconds_between(stage.with_slices(dim), degrees.tp, shape, solver.cluster) for stage in stages]
+        crossing = solver.crossing(shape, solver.sizes(shape, degrees), degrees.micro_batch)
+        dim = dims_to_slice(crossing, degrees.tp)[-1]
+        sends = [[replace(one, sliced=dim) for one in tensors] for tensors in crossing]
+        return [
+            seconds_of_sending(index, own, degrees.tp, shape, solver.cluster) for index, own in enumerate([*sends, []])
+        ]

@@ -226,7 +226,7 @@ class Search:
     def dims_to_slice(self, degrees: Degrees) -> list[int | None]:
         """Dims of which tp ranks may send slices, and None."""
         sizes = self.solver.sizes(self.shape, degrees)
-        return dims_to_slice(self.solver.stages(self.shape, sizes, degrees.micro_batch), degrees.tp)
+        return dims_to_slice(self.solver.crossing(self.shape, sizes, degrees.micro_batch), degrees.tp)
 
     def found(self, *, prove: bool, degrees: Degrees) -> PipelinePlan | None:
         """The plan at degrees that are the best; None where these were compared by graphs that the code does not have.

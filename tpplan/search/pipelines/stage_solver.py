@@ -15,7 +15,7 @@ from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan, Precision
-from tpplan.plan.sections.ranks import StagePlan
+from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.diagnose import no_layout
 from tpplan.search.expert_degrees import divisions_of
@@ -31,7 +31,7 @@ from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
-from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of
+from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,10 +165,19 @@ class StageSolver:
             )
         return possible
 
+    def _chosen(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> tuple[Cut, ...]:
+        """The cuts between stages of some numbers of layers."""
+        possible = self.cuts(micro_batch, shape)
+        return tuple(possible[end - 1] for end in accumulate(sizes[:-1]))
+
+    def crossing(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> list[tuple[TensorPlan, ...]]:
+        """What crosses each cut between stages of some numbers of layers, for a micro-batch."""
+        graph = self.whole(micro_batch).graph
+        return [tensors_of(graph, cut.unit) for cut in self._chosen(shape, sizes, micro_batch)]
+
     def stages(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> list[StagePlan]:
         """The stages of some numbers of layers, each with one micro-batch in flight."""
-        possible = self.cuts(micro_batch, shape)
-        chosen = tuple(possible[end - 1] for end in accumulate(sizes[:-1]))
+        chosen = self._chosen(shape, sizes, micro_batch)
         key = micro_batch, chosen
         if key not in self._stages:
             self._stages[key] = stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)

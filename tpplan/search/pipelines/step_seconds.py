@@ -24,6 +24,7 @@ from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePrediction
 from tpplan.plan.plan import Plan, StagePlan, uses_fsdp
+from tpplan.plan.sections.ranks import TensorPlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Cluster
@@ -90,18 +91,24 @@ def simulated_s(every: Sequence[StageTimes], once: Sequence[float], shape: Pipel
 
 
 def seconds_between(stage: StagePlan, tp: int, shape: PipelineShape, cluster: Cluster) -> float:
-    """Seconds of sending a stage's tensors to the next, 0 for the last: of two ranks of `tp` that gather as much from
-    each other."""
-    if not stage.sends:
+    """Seconds of sending a stage's tensors to the next, 0 for the last."""
+    return seconds_of_sending(stage.index, stage.sends, tp, shape, cluster)
+
+
+def seconds_of_sending(
+    index: int, sends: Sequence[TensorPlan], tp: int, shape: PipelineShape, cluster: Cluster
+) -> float:
+    """Seconds of sending some tensors from the stage of an index to the next, 0 for none: of two ranks of `tp` that
+    gather as much from each other."""
+    if not sends:
         return 0.0
-    part = stage.index % shape.parts
-    return _seconds_of_a_pair(part, (part + 1) % shape.parts, num_bytes(stage.sends, tp), shape, cluster)
+    part = index % shape.parts
+    return _seconds_of_a_pair(part, (part + 1) % shape.parts, num_bytes(sends, tp), shape, cluster)
 
 
-def dims_to_slice(stages: Sequence[StagePlan], tp: int) -> list[int | None]:
-    """None, and the dims of which tp ranks may send slices. A tensor alone is sliced, and not in its last dim, which is
-    the width of the layers."""
-    crossing = [stage.sends for stage in stages[:-1]]
+def dims_to_slice(crossing: Sequence[Sequence[TensorPlan]], tp: int) -> list[int | None]:
+    """None, and the dims of which tp ranks may send slices, where some tensors cross each cut. A tensor alone is
+    sliced, and not in its last dim, which is the width of the layers."""
     if tp == 1 or any(len(tensors) != 1 for tensors in crossing):
         return [None]
     shapes = {tensor.shape for (tensor,) in crossing}
