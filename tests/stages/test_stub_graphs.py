@@ -1,5 +1,8 @@
 """What stubs leave in a stage's graph, and graphs of stages that are grown while stages are only compared."""
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision, StagePlan
 from tpplan.search.models.trace_cache import Reuse, TraceCache
+from tpplan.search.pipelines import most_promising
 from tpplan.search.pipelines.shape_search import GROWN, MISLED, Search
+from tpplan.search.pipelines.stage_plans import AllStages
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
@@ -167,27 +172,32 @@ class _Changing(nn.Module):
 
 
 def search(build: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[tpplan.PipelinePlan, list[tuple[Any, int]], int]:
-    """The plan of two stages at any micro-batch, the traces of stages (stage, micro-batch), and how often it was looked
-    for."""
+    """The plan of two stages at any micro-batch, all of which are solved, the smallest first; the traces of stages
+    (stage, micro-batch), and how often it was looked for."""
     traces: list[tuple[Any, int]] = []
-    searches: list[Search] = []
-    trace, best = TraceCache._trace, Search.best
+    searches: list[Any] = []
+    trace, candidates = TraceCache._trace, most_promising._candidates
 
     def traced(self: TraceCache, micro_batch: int, **options: Any) -> Any:
         if self.subject.stage is not None:
             traces.append((self.subject.stage.index, micro_batch))
         return trace(self, micro_batch, **options)
 
-    def looked_for(self: Search, *args: Any) -> Any:
-        searches.append(self)
-        return best(self, *args)
-
     def no_floors(self: Search, _least: float) -> dict[Degrees, float]:
         return dict.fromkeys(self.degrees(), 0.0)
 
+    def looked_for(*args: Any) -> Any:
+        searches.append(args)
+        return candidates(*args)
+
+    def unestimated(self: Any, _whole: Any, _least: float) -> Iterator[Any]:
+        yield replace(self, known=most_promising._Known.ILP)
+
     monkeypatch.setattr(TraceCache, "_trace", traced)
-    monkeypatch.setattr(Search, "_floors", no_floors)
-    monkeypatch.setattr(Search, "best", looked_for)
+    monkeypatch.setattr(Search, "floors", no_floors)
+    monkeypatch.setattr(most_promising, "_candidates", looked_for)
+    monkeypatch.setattr(most_promising._Candidate, "looked_at", unestimated)
+    monkeypatch.setattr(AllStages, "floor", lambda _self, _least=math.inf: 0.0)
     plan = tpplan.solve_stages(
         build,
         text,

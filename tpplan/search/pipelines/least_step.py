@@ -15,7 +15,14 @@ from tpplan.plan.sections.ranks import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_loads import least_step_s
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import seconds_between, seconds_once, simulated_s, split_times, times_of
+from tpplan.search.pipelines.step_seconds import (
+    seconds_between,
+    seconds_once,
+    sent_s,
+    simulated_s,
+    split_times,
+    times_of,
+)
 
 #: what stages that are solved as one have in common: whether they are the first and the last, and their layers
 Kind = tuple[bool, bool, int]
@@ -43,8 +50,18 @@ class LeastStep:
 
     def seconds(self, own: Mapping[Kind, Plan]) -> float:
         """Seconds that no step is below in which stages of some kinds have plans."""
-        found = least_step_s(*self._seconds(own), self.shape)
+        found = least_step_s(*self._seconds(own), self.shape) + self._sent_s
         return max(found, self.simulated({})) if self.shape.schedule is Schedule.INTERLEAVED else found
+
+    @cached_property
+    def between_s(self) -> list[float]:
+        """Seconds of sending what each stage gives to the next."""
+        return [seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster) for stage in self.stages]
+
+    @property
+    def _sent_s(self) -> float:
+        """Seconds that a step is known to wait for what is sent: by 1F1B, which computes nothing meanwhile."""
+        return sent_s(self.between_s, self._steps) if self.shape.is_one_f_one_b else 0.0
 
     def simulated(self, own: Mapping[Kind, Plan]) -> float:
         """Seconds of an interleaved step, simulated, in which stages of some kinds have plans. No bound but without
@@ -52,8 +69,7 @@ class LeastStep:
         2 of 4,000 random pipelines."""
         steps_s, each_s = self._seconds(own)
         steps, times = self._steps, []
-        for kind, stage, seconds in zip(self.kinds, self.stages, each_s, strict=True):
-            send_s = seconds_between(stage, self.degrees.tp, self.shape, self.solver.cluster)
+        for kind, send_s, seconds in zip(self.kinds, self.between_s, each_s, strict=True):
             plan = own.get(kind)
             times.append(
                 split_times(seconds, 0.0, send_s) if plan is None else times_of(plan, self.shape, steps, send_s)
@@ -70,7 +86,7 @@ class LeastStep:
         parts = self.shape.parts
         is_like = [other == kind for other in self.kinds]
         if self.shape.is_one_f_one_b:
-            return least - sum(each_s) + max(each_s)
+            return least - self._sent_s - sum(each_s) + max(each_s)
         found = math.inf
         for rank in range(parts):
             rest = sum(

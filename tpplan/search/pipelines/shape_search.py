@@ -24,7 +24,7 @@ from tpplan.search.pipelines.estimates import ESTIMATED
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import MOST_HASTENED, AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
-from tpplan.search.pipelines.step_seconds import dims_to_slice, predicted, seconds_between
+from tpplan.search.pipelines.step_seconds import dims_to_slice, predicted
 from tpplan.search.points.options import Options, Progress
 from tpplan.solvers.problem import Status
 
@@ -173,8 +173,7 @@ class Search:
             if floor < least:
                 sizes = solver.sizes(shape, own)
                 each = solver.loads(shape, own).of_stages(sizes)
-                stages = solver.stages(shape, sizes, own.micro_batch)
-                between = sum(seconds_between(stage, own.tp, shape, solver.cluster) for stage in stages)
+                between = sum(AllStages.of(solver, shape, sizes, own).between_s)
                 fullest = max(sum(each[rank :: shape.parts]) for rank in range(shape.parts))
                 waiting = (sum(each) - fullest) / (3 * shape.virtual_stages)
                 found.append((solver.steps(shape, own) * fullest + waiting + 2 * between, own))
@@ -193,9 +192,11 @@ class Search:
         ways: list[tuple[float, int, Degrees]] = []
         for place, dim in enumerate(self.dims_to_slice(degrees)):
             own = replace(degrees, sliced=dim)
-            floor = AllStages.of(self.solver, self.shape, sizes, own).floor(least)
+            every = AllStages.of(self.solver, self.shape, sizes, own)
+            floor = every.floor(least)
             if floor < least or least == math.inf:
-                ways.append((floor, -place, own))
+                filling = 2 * sum(every.between_s) if self.shape.is_zero_bubble else 0.0  # else the floor has it
+                ways.append((floor + filling, -place, own))
         found = LEFT_OUT
         for *_, own in sorted(ways):
             found = self.unless_slower(own, least)

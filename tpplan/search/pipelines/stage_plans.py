@@ -88,6 +88,11 @@ class AllStages:
         cutoff_s = self._bounds.most_of(kind, {}, self._bar(least, {}))
         return self.solver.decided(self.degrees, self.shape, stage, self.beside[kind], cutoff_s)
 
+    @property
+    def between_s(self) -> list[float]:
+        """Seconds of sending what each stage gives to the next."""
+        return self._bounds.between_s
+
     def floor(self, least: float = math.inf) -> float:
         """Seconds that no step of these stages is below; infinite where they do not fit, or where that is `least` or
         more by the loads of the parts alone or as one stage takes too long.

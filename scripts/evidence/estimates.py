@@ -1,0 +1,145 @@
+"""How near the steps of pipelines are to the estimates by which most of their degrees are left out unsolved.
+
+    python scripts/evidence/estimates.py [8b 8b-slow 70b] [--most 40]
+
+For each case the degrees of some shapes are estimated from the whole model's ILP (tpplan.search.pipelines.estimates),
+and the stages of up to `--most` of them, those of the shortest estimates, are solved whatever their estimate. Printed
+are both, and of steps within 10 % of the fastest by how much they differ: above 0 % the step takes longer than its
+estimate. "left out" is how much slower the fastest step is among those that the search solves, which takes degrees with
+an estimate up to 1.03 times the best step. Exit code 1 where that is more than 0.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tpplan
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.search.models.user_model import load_model_file
+from tpplan.search.pipelines.estimates import WORTH, Estimator, WholeModel
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.search.pipelines.shape_search import Search
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.points.options import Batch, Options
+
+LLAMA = Path(__file__).resolve().parent.parent / "examples" / "llama.py"
+#: of the fastest step, up to which estimates matter
+NEAR = 1.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model by its builder, the GPUs and batch it is planned for, what links between nodes are slower by, and the
+    shapes: parts and stages of each."""
+
+    builder: str
+    gpus: int
+    global_batch: int
+    slower: float = 1.0
+    shapes: tuple[tuple[int, int], ...] = ((2, 1), (2, 2), (2, 8), (4, 1), (4, 4), (8, 2))
+
+
+CASES = {
+    "8b": Case(builder="llama3_8b", gpus=64, global_batch=512),
+    "8b-slow": Case(builder="llama3_8b", gpus=64, global_batch=128, slower=8.0),
+    "70b": Case(builder="llama3_70b", gpus=512, global_batch=1024, shapes=((4, 4), (8, 1), (8, 2))),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """An estimate, the step that was found (infinite where nothing fits), and of what."""
+
+    estimate_s: float
+    step_s: float
+    shape: PipelineShape
+    degrees: Degrees
+
+    @property
+    def words(self) -> str:
+        """The degrees, in words."""
+        how = "once a step" if self.degrees.once else "for each micro-batch"
+        return f"{self.shape.option:<24} tp {self.degrees.tp} micro-batch {self.degrees.micro_batch:<3} {how}"
+
+
+def searches_of(case: Case) -> list[Search]:
+    """The searches of a case's shapes, with one solver."""
+    spec = load_model_file(f"{LLAMA}:{case.builder}")
+    solver = StageSolver(
+        build_model=spec.build_model,
+        example_inputs=spec.example_inputs,
+        cluster=tpplan.Cluster(gpus=case.gpus, gpus_per_node=8, profile=slowed(case.slower)),
+        batch=Batch(case.global_batch, None, 4096),
+        options=Options(loss=spec.loss, unused_outputs=tuple(spec.unused_outputs), all_gpus=True),
+    )
+    shapes = (PipelineShape(parts=parts, virtual_stages=virtual) for parts, virtual in case.shapes)
+    return [Search(solver=solver, shape=shape, progress=None) for shape in shapes]
+
+
+def slowed(factor: float) -> HardwareProfile:
+    """The profile of 8 H100 a node, whose collectives between nodes take longer by a factor."""
+    profile = load_profile("h100-sxm")
+    if factor == 1:
+        return profile
+    raw = profile.to_dict()
+    for one in raw["collectives"]:
+        if one["ranks"] > one["ranks_per_node"]:
+            one |= {name: factor * one[name] for name in ("latency_s",) if name in one}
+            one["time_s"] = [factor * seconds for seconds in one["time_s"]]
+    return HardwareProfile.from_dict(raw, origin="h100-sxm with slower links")
+
+
+def estimated(searches: list[Search]) -> Iterator[tuple[float, Search, Degrees]]:
+    """Yields (estimate in seconds, search, degrees)."""
+    whole = WholeModel(solver=searches[0].solver)
+    for search in searches:
+        for degrees in search.floors(math.inf):
+            for is_once in search.ways_to_reduce:
+                own = replace(degrees, once=is_once)
+                estimator = Estimator(whole=whole, shape=search.shape, degrees=own)
+                relaxed = estimator.relaxed()
+                found = estimator.of_ilp(relaxed, math.inf) if relaxed.seconds < math.inf else relaxed
+                yield found.seconds, search, own
+
+
+def rows_of(case: Case, most: int) -> list[Row]:
+    """The rows of a case, the shortest estimates first."""
+    every = sorted(estimated(searches_of(case)), key=lambda one: one[0])
+    found = []
+    for seconds, search, degrees in every[:most]:
+        step_s, _ = search.fastest_way(degrees, math.inf)
+        found.append(Row(seconds, step_s, search.shape, degrees))
+        print(f"{seconds:9.3f} s {step_s:9.3f} s  {found[-1].words}", flush=True)
+    return found
+
+
+def judged(name: str, rows: list[Row]) -> bool:
+    """Prints what the rows of a case show; True where the search finds the fastest step."""
+    fastest = min(row.step_s for row in rows)
+    near = sorted(row.step_s / row.estimate_s - 1 for row in rows if row.step_s <= NEAR * fastest)
+    least = math.inf
+    for row in rows:  # as the search does: the shortest estimate first
+        if row.estimate_s < WORTH * least:
+            least = min(least, row.step_s)
+    print(
+        f"{name}: {len(rows)} solved, {len(near)} within {NEAR - 1:.0%} of the fastest: {near[0]:+.1%} to "
+        f"{near[-1]:+.1%} of their estimates, median {near[len(near) // 2]:+.1%}; left out {least / fastest - 1:.2%}"
+    )
+    return least <= fastest
+
+
+def main() -> int:
+    """Prints the table of each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES), choices=[*CASES, []], metavar="case")
+    parser.add_argument("--most", type=int, default=40, help="stages that are solved in each case")
+    arguments = parser.parse_args()
+    found = [judged(name, rows_of(CASES[name], arguments.most)) for name in arguments.cases]
+    return int(not all(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
