@@ -1,8 +1,7 @@
 """The fastest plan of a model in one stage or in several: how many parts hold its stages, and how many stages each.
 
-The model in one stage is solved first. Then the degrees of all shapes that may be faster are looked at best first
-(tpplan.search.pipelines.most_promising), and zero-bubble schedules are tried at the best degrees of one stage a GPU and
-of several, and at those that promise most, which other schedules may make slow.
+The model in one stage is solved first. Then the degrees of all shapes and schedules that may be faster are looked at
+best first (tpplan.search.pipelines.most_promising).
 """
 
 import logging
@@ -20,7 +19,7 @@ from tpplan.search.models.trace_cache import Reuse
 from tpplan.search.pipelines.most_promising import Best, fastest, plan_of
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.shape_search import TOO_SLOW, Search
-from tpplan.search.pipelines.solve_stages import UNDEFERRED, bounded, fastest_deferring, saying, why_no_parts
+from tpplan.search.pipelines.solve_stages import UNDEFERRED, bounded, deferring, saying, why_no_parts
 from tpplan.search.pipelines.stage_solver import StageSolver
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
@@ -88,19 +87,18 @@ def _fastest(
             why_not.setdefault(type(error), first_line(error))
             continue
         searches.append(search)
-    best: list[Best] = []
+    searches += [own for search in searches for own in deferring(search)]
+    best: Best | None = None
     try:
         best = fastest(searches, least, progress=progress)
     except InfeasibleError as error:
         why_not.setdefault(type(error), first_line(error))
-    least = min([least, *(own.seconds for own in best)])
-    alone = [search for search in searches if search.shape.virtual_stages == 1]
-    found = fastest_deferring(best, alone, least) or next(iter(best), None)
+    least = best.seconds if best is not None else least
     said = tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
-    said += (UNDEFERRED, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
-    least = min([least, *([found.seconds] if found is not None else [])])
-    bounds += [search.bound_of_schedules(least) for search in searches]
-    return found, said, min(bounds)
+    said += (f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU",)
+    said += (UNDEFERRED,) if solver.options.compile else ()
+    bounds += [search.bound(least) for search in searches]
+    return best, said, min(bounds)
 
 
 def _shapes(cluster: Cluster) -> Iterator[PipelineShape]:

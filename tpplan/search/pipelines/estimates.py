@@ -24,10 +24,14 @@ from tpplan.search.pipelines.step_seconds import dims_to_slice, seconds_of_sendi
 from tpplan.search.points.mesh_points import Point
 from tpplan.solvers.problem import Problem
 
-#: of the best step found, how long an estimate may be for degrees to be worth solving
+#: of the best step found, how long an estimate may be for degrees to be worth solving; with a zero-bubble schedule,
+#: whose estimates take all products of weights' gradients for deferred, it may be no longer
 WORTH = 1.03
 #: what a plan of stages says of degrees that were left out by an estimate
-ESTIMATED = f"degrees at which a step takes over {WORTH - 1:.0%} longer by an estimate from the whole model"
+ESTIMATED = (
+    f"degrees at which a step takes over {WORTH - 1:.0%} longer, with a zero-bubble schedule longer at all, by an "
+    "estimate from the whole model"
+)
 #: of a backward, the products of weights' gradients
 _WEIGHTS = 0.5
 
@@ -133,7 +137,7 @@ class Estimator:
     def _optimum_s(self, point: Point, *, is_relaxed: bool, cutoff: float = math.inf) -> float:
         """The seconds of a step's work on one part after the other, where a part has the memory of a rank."""
         formulation = self.whole.formulation(point, is_once=self.degrees.once)
-        in_flight = max(most_in_flight(self.shape, self._steps)) / self.shape.virtual_stages
+        in_flight = max(most_in_flight(self.shape, self._steps, with_deferred=True)) / self.shape.virtual_stages
         row = formulation.peaks.of_a_part(self.shape.parts, in_flight)
         problem = replace(formulation.unlimited, resources=(row,))
         return self.whole.optimum_s(problem, point.ep, is_relaxed=is_relaxed, cutoff=cutoff)

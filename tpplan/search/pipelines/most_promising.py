@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import count
-from operator import attrgetter
 
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.search.pipelines.estimates import WORTH, Estimate, Estimator, WholeModel
-from tpplan.search.pipelines.shape_search import Search
+from tpplan.search.pipelines.shape_search import LEFT_OUT, Search
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Progress
 
@@ -51,11 +50,16 @@ class _Candidate:
     degrees: Degrees = field(compare=False)
     estimate: Estimate = field(compare=False, default=Estimate(math.inf, math.inf))
 
+    @property
+    def worth(self) -> float:
+        """Of the best step found, how long an estimate may be."""
+        return 1.0 if self.search.shape.is_zero_bubble else WORTH
+
     def is_left_out(self, least: float) -> bool:
         """True where the degrees are not worth another look, with a step of `least` seconds at hand."""
         if least == math.inf:
             return False
-        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= WORTH * least)
+        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= self.worth * least)
 
     def looked_at(self, whole: WholeModel, least: float) -> "Iterator[_Candidate]":
         """Yields the candidate with the next estimate, and one that opens up. Where nothing seems to fit there is no
@@ -69,7 +73,7 @@ class _Candidate:
                 if self.degrees.once and found.seconds > _SLOWER * self.seconds and False in self.search.ways_to_reduce:
                     yield replace(self, known=_Known.BOUND, degrees=replace(self.degrees, once=False))
             case _:
-                found, known = estimator.of_ilp(self.estimate, WORTH * least), _Known.ILP
+                found, known = estimator.of_ilp(self.estimate, self.worth * least), _Known.ILP
         known = known if found.seconds < math.inf else _Known.ILP
         yield replace(self, seconds=max(self.seconds, found.seconds), known=known, estimate=found)
 
@@ -83,48 +87,43 @@ class Best:
     degrees: Degrees
 
 
-def fastest(searches: Sequence[Search], least: float = math.inf, *, progress: Progress | None = None) -> list[Best]:
-    """Of pipelines with one stage a GPU and of those with several the fastest step found that takes less than `least`,
-    and less than those found before it; the faster one first.
+def fastest(searches: Sequence[Search], least: float = math.inf, *, progress: Progress | None = None) -> Best | None:
+    """The fastest step that takes less than `least`; None where there is none. All searches have one solver.
 
     Raises InfeasibleError where nothing fits at any degrees, or pins leave no layout, and UsageError where a model has
     too few places to be cut.
     """
     if not searches:
-        return []
+        return None
     whole, waiting = WholeModel(solver=searches[0].solver), list(_candidates(searches, least))
     heapq.heapify(waiting)
-    found: dict[bool, Best] = {}
-    unfit: list[Search] = []
-    done, are_all_unfit = 0, True
+    best: Best | None = None
+    unfit, done, is_left_out = list[Search](), 0, False
     while waiting:
         candidate = heapq.heappop(waiting)
-        search = candidate.search
-        if candidate.is_left_out(least):
-            are_all_unfit = False
-        elif candidate.known is not _Known.ILP:
+        if not candidate.is_left_out(least) and candidate.known is not _Known.ILP:
             for other in candidate.looked_at(whole, least):
                 heapq.heappush(waiting, other)
             continue
-        else:
-            seconds, degrees = search.fastest_way(candidate.degrees, least)
-            if degrees is None:
-                are_all_unfit = False
-            elif seconds == math.inf:
-                unfit.append(search)
-            else:
-                least = seconds
-                found[search.shape.virtual_stages > 1] = Best(seconds=seconds, search=search, degrees=degrees)
         done += 1
         if progress is not None:
             progress("solve", done, done + len(waiting))
-    if unfit and not found and are_all_unfit:
-        raise unfit[-1].unfit()
-    return sorted(found.values(), key=attrgetter("seconds"))
+        search = candidate.search
+        found = LEFT_OUT if candidate.is_left_out(least) else search.fastest_way(candidate.degrees, least)
+        match found:
+            case _, None:
+                is_left_out = True
+            case seconds, degrees if seconds < math.inf:
+                least, best = seconds, Best(seconds=seconds, search=search, degrees=degrees)
+            case _:
+                unfit.append(search)
+    if unfit and best is None and not is_left_out:
+        raise min(unfit, key=lambda search: search.shape).unfit()
+    return best
 
 
 def _candidates(searches: Sequence[Search], least: float) -> Iterator[_Candidate]:
-    """Yields the degrees of all shapes, with their bounds. All searches have one solver."""
+    """Yields the degrees of all shapes, with their bounds."""
     order = count()
     for search in searches:
         for degrees, bound_s in search.floors(least).items():
@@ -141,7 +140,8 @@ def plan_of(best: Best, *, prove: bool, progress: Progress | None = None) -> Pip
         return plan
     logger.info("%s: stages were compared by graphs that the code does not have: once more", search.shape.option)
     search = replace(search, solver=search.solver.tracing_all())
-    again = fastest([search])[0]
+    again = fastest([search])
+    assert again is not None, "no step is slower than infinitely many seconds"
     found = search.found(prove=prove, degrees=again.degrees)
     assert found is not None, "no graph is grown"
     return found

@@ -48,10 +48,18 @@ def num_bytes(tensors: Sequence[TensorPlan], tp: int) -> int:
 
 
 @cache
-def most_in_flight(shape: PipelineShape, micro_batches: int) -> tuple[int, ...]:
-    """By rank the most micro-batches that its stages have in flight together."""
+def most_in_flight(shape: PipelineShape, micro_batches: int, *, with_deferred: bool = False) -> tuple[int, ...]:
+    """By rank the most micro-batches that its stages have in flight together; with those whose weights' gradients are
+    deferred."""
     every = shape.orders(micro_batches)
-    return tuple(max(sum(kept.in_flight) for _, kept in kept_during(order, shape.parts)) for order in every)
+    found = (
+        [
+            sum((*kept.in_flight, *(kept.deferred if with_deferred else ())))
+            for _, kept in kept_during(order, shape.parts)
+        ]
+        for order in every
+    )
+    return tuple(map(max, found))
 
 
 def assumed(stage: StagePlan, in_flight: int, sharded_bytes: float, whole_bytes: float, tp: int, like: int) -> Held:

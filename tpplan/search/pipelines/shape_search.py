@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
@@ -126,14 +126,10 @@ class Search:
         """Seconds of a step of some stages."""
         return predicted(plans, self.shape, self.solver.cluster).step_time_s
 
-    def floor(self, least: float = math.inf) -> float:
-        """Seconds that no step is below at any degrees; where that is `least` or more, it may be more. Raises
-        UsageError where the model has too few places to be cut, InfeasibleError where pins leave it no layout."""
-        return min(self.floors(least).values())
-
     def floors(self, least: float) -> dict[Degrees, float]:
         """By degrees at which the model has a layout the seconds that no step is below: whatever the cuts, and where
-        these are below `least` with those that balance the ranks. Raises InfeasibleError where pins leave none."""
+        these are below `least` with those that balance the ranks. Raises UsageError where the model has too few places
+        to be cut, InfeasibleError where pins leave it no layout at any."""
         every = self.degrees()
         self.solver.cuts(min(degrees.micro_batch for degrees in every), self.shape)  # whether there are enough
         why_not = {degrees: self.solver.why_no_layout(degrees) for degrees in every}
@@ -151,33 +147,12 @@ class Search:
             return min((self.solver.bound(self.shape, own, least) for own in every), default=math.inf)
         return math.inf
 
-    def bound_of_schedules(self, least: float) -> float:
-        """Seconds that no step of this shape is below, by its own or a zero-bubble schedule, as `bound` has them."""
-        deferring = self.deferring
-        return self.bound(least) if deferring is None else min(self.bound(least), deferring.bound(least))
-
     @property
     def deferring(self) -> "Search | None":
         """The search for a plan with a zero-bubble schedule in this one's place; None where no such can run."""
         shape = replace(self.shape, is_zero_bubble=True)
         is_run = not why_not_scheduled(shape.schedule, shape, self.solver.options)
         return replace(self, shape=shape) if is_run else None
-
-    def promises(self, least: float) -> list[tuple[float, Degrees]]:
-        """About how long a step takes with a zero-bubble schedule, the shortest first, at degrees whose floor is below
-        `least`; by kernels, tp collectives and what is sent alone. A third of a micro-batch is waited for in each other
-        rank, where 1F1B waits for all of it. [Qi et al. 2023, table 1, where forwards, gradients of inputs and of
-        weights take equally long]"""
-        found, solver, shape = list[tuple[float, Degrees]](), self.solver, self.shape
-        for own, floor in self.floors(least).items():
-            if floor < least:
-                sizes = solver.sizes(shape, own)
-                each = solver.loads(shape, own).of_stages(sizes)
-                between = sum(AllStages.of(solver, shape, sizes, own).between_s)
-                fullest = max(sum(each[rank :: shape.parts]) for rank in range(shape.parts))
-                waiting = (sum(each) - fullest) / (3 * shape.virtual_stages)
-                found.append((solver.steps(shape, own) * fullest + waiting + 2 * between, own))
-        return sorted(found, key=itemgetter(0))
 
     @property
     def ways_to_reduce(self) -> tuple[bool, ...]:

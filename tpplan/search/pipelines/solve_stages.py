@@ -1,15 +1,13 @@
 """The plan of a model in stages: where it is cut, the mesh of a stage, the micro-batch, and the plan of each stage.
 
 Each stage is a model of its own (tpplan.stages), which `solve_request` solves and proves. The best plan of the asked
-shape is found (tpplan.search.pipelines.shape_search), and then, unless a schedule is asked for, whether a zero-bubble
-schedule makes a step shorter.
+shape is found (tpplan.search.pipelines.most_promising), unless a schedule is asked for with a zero-bubble schedule too.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from operator import itemgetter
 from typing import TypeVar
 
 from tpplan.core.errors import IndivisibleError, UsageError
@@ -17,21 +15,16 @@ from tpplan.core.mesh import divisors
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan
 from tpplan.search.models.subject import BuildModel, ExampleInputs
-from tpplan.search.pipelines.most_promising import Best, fastest, plan_of
+from tpplan.search.pipelines.most_promising import fastest, plan_of
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.shape_search import MISLED, Search, why_not_scheduled
-from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.stage_solver import StageSolver
 from tpplan.search.points.options import Batch, Cluster, Options, Progress
 
 logger = logging.getLogger(__name__)
 
-#: degrees at which a zero-bubble schedule is tried beside those that are the best of another schedule
-MOST_LIKELY = 2
 #: what a plan says of a schedule that was not asked for
-UNDEFERRED = (
-    "zero-bubble schedules but at the degrees that are the best of 1f1b and of interleaved schedules and at the "
-    f"{MOST_LIKELY} that promise most, and none with --compile"
-)
+UNDEFERRED = "zero-bubble schedules, which do not run with --compile"
 
 
 def solve_stages(
@@ -69,37 +62,20 @@ def solve_stages(
         options=replace(options, all_gpus=True),
     )
     search = Search(solver=solver, shape=shape, progress=progress)
-    (best,) = fastest([search], progress=progress)
-    if schedule is not None:
-        return bounded(plan_of(best, prove=prove), search.bound(best.seconds))
-    bound_s = search.bound_of_schedules(best.seconds)
-    deferred = fastest_deferring([best], [search], best.seconds)
-    return saying(bounded(plan_of(deferred or best, prove=prove), bound_s), (UNDEFERRED,))
+    searches = [search] if schedule is not None else [search, *deferring(search)]
+    best = fastest(searches, progress=progress)
+    assert best is not None, "no step is slower than infinitely many seconds"
+    bound_s = min(own.bound(best.seconds) for own in searches)
+    plan = bounded(plan_of(best, prove=prove), bound_s)
+    return saying(plan, (UNDEFERRED,)) if schedule is None and options.compile else plan
 
 
-def fastest_deferring(others: Sequence[Best], searches: Sequence[Search], least: float) -> Best | None:
-    """The fastest step with a zero-bubble schedule. It is tried at the degrees of `others`, the best of other
-    schedules, and at those of `searches` that promise most. None where it takes `least` or longer."""
-    promised: list[tuple[float, Search, Degrees]] = []
-    for search in searches:
-        if (deferring := search.deferring) is not None:
-            with suppress(IndivisibleError):
-                promised += [(seconds, deferring, own) for seconds, own in deferring.promises(least)]
-    likely = sorted(promised, key=itemgetter(0))[:MOST_LIKELY]
-    ways: list[tuple[Search, Degrees]] = []
-    for best in others:
-        if (deferring := best.search.deferring) is not None:
-            own = best.degrees
-            fsdp = own.fsdp if own.once else deferring.solver.options.fsdp or 0
-            ways.append((deferring, replace(own, once=True, fsdp=fsdp)))
-    for _, search, own in likely:
-        ways += [(search, replace(own, once=True, sliced=dim)) for dim in search.dims_to_slice(own)]
-    found: Best | None = None
-    for search, own in ways:
-        seconds, decided = search.unless_slower(own, least)
-        if decided is not None and seconds < least:
-            least, found = seconds, Best(seconds=seconds, search=search, degrees=decided)
-    return found
+def deferring(search: Search) -> Iterator[Search]:
+    """Yields the search for a plan with a zero-bubble schedule in the place of another's, where such can run."""
+    found = search.deferring
+    with suppress(IndivisibleError):
+        if found is not None and found.degrees():
+            yield found
 
 
 P = TypeVar("P", Plan, PipelinePlan)
