@@ -1,12 +1,12 @@
 """How near the steps of pipelines are to the estimates by which most of their degrees are left out unsolved.
 
-    python scripts/evidence/estimates.py [8b 8b-slow 70b] [--most 40]
+    python scripts/evidence/estimates.py [toy 8b 8b-slow] [--most 40]
 
 For each case the degrees of some shapes are estimated from the whole model's ILP (tpplan.search.pipelines.estimates),
-and the stages of up to `--most` of them, those of the shortest estimates, are solved whatever their estimate. Printed
-are both, and of steps within 10 % of the fastest by how much they differ: above 0 % the step takes longer than its
-estimate. "left out" is how much slower the fastest step is among those that the search solves, which takes degrees with
-an estimate up to 1.03 times the best step. Exit code 1 where that is more than 0.
+and the stages of up to `--most` of them are solved whatever their estimate. Printed are both, and of steps within 10 %
+of the fastest by how much they differ: above 0 % the step takes longer than its estimate. "left out" is how much slower
+the fastest step is among those that the search solves, which takes degrees with an estimate up to 1.03 times the best
+step. Exit code 1 where that is more than 0.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import tpplan
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.search.models.user_model import load_model_file
-from tpplan.search.pipelines.estimates import WORTH, Estimator, WholeModel
+from tpplan.search.pipelines.estimates import WORTH, Estimate, Estimator, WholeModel
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.shape_search import Search
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
@@ -38,14 +38,15 @@ class Case:
     builder: str
     gpus: int
     global_batch: int
+    seq_len: int = 4096
     slower: float = 1.0
     shapes: tuple[tuple[int, int], ...] = ((2, 1), (2, 2), (2, 8), (4, 1), (4, 4), (8, 2))
 
 
 CASES = {
+    "toy": Case(builder="build_model", gpus=4, global_batch=16, seq_len=64, shapes=((2, 1), (2, 2))),
     "8b": Case(builder="llama3_8b", gpus=64, global_batch=512),
     "8b-slow": Case(builder="llama3_8b", gpus=64, global_batch=128, slower=8.0),
-    "70b": Case(builder="llama3_70b", gpus=512, global_batch=1024, shapes=((4, 4), (8, 1), (8, 2))),
 }
 
 
@@ -71,8 +72,8 @@ def searches_of(case: Case) -> list[Search]:
     solver = StageSolver(
         build_model=spec.build_model,
         example_inputs=spec.example_inputs,
-        cluster=tpplan.Cluster(gpus=case.gpus, gpus_per_node=8, profile=slowed(case.slower)),
-        batch=Batch(case.global_batch, None, 4096),
+        cluster=tpplan.Cluster(gpus=case.gpus, gpus_per_node=min(8, case.gpus), profile=slowed(case.slower)),
+        batch=Batch(case.global_batch, None, case.seq_len),
         options=Options(loss=spec.loss, unused_outputs=tuple(spec.unused_outputs), all_gpus=True),
     )
     shapes = (PipelineShape(parts=parts, virtual_stages=virtual) for parts, virtual in case.shapes)
@@ -92,26 +93,25 @@ def slowed(factor: float) -> HardwareProfile:
     return HardwareProfile.from_dict(raw, origin="h100-sxm with slower links")
 
 
-def estimated(searches: list[Search]) -> Iterator[tuple[float, Search, Degrees]]:
-    """Yields (estimate in seconds, search, degrees)."""
+def estimated(searches: list[Search]) -> Iterator[tuple[Estimate, Estimator, Search]]:
+    """Yields the estimates of all degrees by relaxations, with what makes them and the search of their shape."""
     whole = WholeModel(solver=searches[0].solver)
     for search in searches:
         for degrees in search.floors(math.inf):
             for is_once in search.ways_to_reduce:
-                own = replace(degrees, once=is_once)
-                estimator = Estimator(whole=whole, shape=search.shape, degrees=own)
-                relaxed = estimator.relaxed()
-                found = estimator.of_ilp(relaxed, math.inf) if relaxed.seconds < math.inf else relaxed
-                yield found.seconds, search, own
+                estimator = Estimator(whole=whole, shape=search.shape, degrees=replace(degrees, once=is_once))
+                if (found := estimator.relaxed()).seconds < math.inf:
+                    yield found, estimator, search
 
 
 def rows_of(case: Case, most: int) -> list[Row]:
-    """The rows of a case, the shortest estimates first."""
+    """The rows of a case, of the degrees whose relaxations are the shortest."""
     every = sorted(estimated(searches_of(case)), key=lambda one: one[0])
     found = []
-    for seconds, search, degrees in every[:most]:
-        step_s, _ = search.fastest_way(degrees, math.inf)
-        found.append(Row(seconds, step_s, search.shape, degrees))
+    for relaxed, estimator, search in every[:most]:
+        seconds = estimator.of_ilp(relaxed, math.inf).seconds
+        step_s, _ = search.fastest_way(estimator.degrees, math.inf)
+        found.append(Row(seconds, step_s, search.shape, estimator.degrees))
         print(f"{seconds:9.3f} s {step_s:9.3f} s  {found[-1].words}", flush=True)
     return found
 
@@ -121,7 +121,7 @@ def judged(name: str, rows: list[Row]) -> bool:
     fastest = min(row.step_s for row in rows)
     near = sorted(row.step_s / row.estimate_s - 1 for row in rows if row.step_s <= NEAR * fastest)
     least = math.inf
-    for row in rows:  # as the search does: the shortest estimate first
+    for row in sorted(rows):  # as the search does: the shortest estimate first
         if row.estimate_s < WORTH * least:
             least = min(least, row.step_s)
     print(
@@ -131,12 +131,12 @@ def judged(name: str, rows: list[Row]) -> bool:
     return least <= fastest
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Prints the table of each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), choices=[*CASES, []], metavar="case")
+    parser.add_argument("cases", nargs="*", default=["8b", "8b-slow"], metavar="case", help=f"of {', '.join(CASES)}")
     parser.add_argument("--most", type=int, default=40, help="stages that are solved in each case")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     found = [judged(name, rows_of(CASES[name], arguments.most)) for name in arguments.cases]
     return int(not all(found))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from test_solvers import linear, node, random_problem
 
 from tpplan import solvers
-from tpplan.solvers.common_bound import common_problem, shape_of
+from tpplan.search.points.common_bound import common_problem, shape_of
 from tpplan.solvers.problem import Expression, Problem, Term
 
 NUM_RANDOM_PROBLEMS = 150

@@ -111,8 +111,8 @@ def _anatomy(args: argparse.Namespace, plan: Plan, model_name: str) -> Anatomy:
     from tpplan.anatomy.anatomy import anatomy
     from tpplan.anatomy.what_if import curves
     from tpplan.search.comparisons.alternatives import Problem
+    from tpplan.search.models.cut_errors import loss_of_sent
     from tpplan.search.models.trace_cache import Reuse
-    from tpplan.search.pipelines.cut_errors import loss_of_sent
 
     reuse = Reuse()
     loss = model.loss if plan.stage is None or plan.stage.last is None else loss_of_sent

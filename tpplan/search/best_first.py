@@ -6,8 +6,8 @@ at; and of a model whose experts may be divided among several numbers of ranks, 
 those of all micro-batches and numbers together. A point's bounds are its floor
 (tpplan.search.points.point_solver.PointSolver.floor), with the least of every other term; its optimum without a memory
 limit; and that of the relaxation of its ILP with one memory row, or of one that is below those of several points
-(tpplan.solvers.common_bound). A point is left out before it is traced or priced where a smaller micro-batch on its mesh
-does not fit, and where its GPUs at the best rates of the profile would take too long
+(tpplan.search.points.common_bound). A point is left out before it is traced or priced where a smaller micro-batch on
+its mesh does not fit, and where its GPUs at the best rates of the profile would take too long
 (tpplan.search.points.best_rates).
 """
 

@@ -17,9 +17,9 @@ from tpplan.costs.prediction.memory_replay import bytes_between
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections.ranks import StagePlan
+from tpplan.search.models.cut_errors import cut_errors, loss_of_sent
 from tpplan.search.models.subject import BuildModel, ExampleInputs, Subject
 from tpplan.search.models.trace_cache import Reuse, TraceCache
-from tpplan.search.pipelines.cut_errors import cut_errors, loss_of_sent
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.rank_memory import Held, held, with_held
 from tpplan.stages.cuts import Cut, cut_after, stages_of

@@ -35,9 +35,9 @@ from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections.ranks import RECEIVED, TensorPlan
 from tpplan.plan.step_anatomy import StageWork
+from tpplan.search.models.cut_errors import loss_of_sent
 from tpplan.search.models.subject import in_precision
 from tpplan.search.models.user_model import load_model_file
-from tpplan.search.pipelines.cut_errors import loss_of_sent
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.stages.schedule import Action
 from tpplan.stages.stage_model import as_stage, without_values

@@ -5,7 +5,7 @@ of one part has all of a step's work one after the other, and its optimum over t
 part takes. Its memory row is that of a part: what all layers have together counts as one of equal parts of it, and the
 activations as often as the fullest rank keeps them. The loads of the parts (tpplan.search.pipelines.stage_loads) say
 how uneven the stages are, and the schedule how long they wait for each other. As that takes all ranks for as full as
-the fullest, an estimate is no bound; most are within 2 % of the step that is found (scripts/evidence/estimates.py).
+the fullest, an estimate is no bound: scripts/evidence/estimates.py says how near it is.
 """
 
 import math

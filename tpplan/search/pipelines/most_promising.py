@@ -98,26 +98,25 @@ def fastest(searches: Sequence[Search], least: float = math.inf, *, progress: Pr
     whole, waiting = WholeModel(solver=searches[0].solver), list(_candidates(searches, least))
     heapq.heapify(waiting)
     best: Best | None = None
-    unfit, done, is_left_out = list[Search](), 0, False
+    unfit, done, is_any_left_out = list[Search](), 0, False
     while waiting:
         candidate = heapq.heappop(waiting)
-        if not candidate.is_left_out(least) and candidate.known is not _Known.ILP:
+        is_open, search = not candidate.is_left_out(least), candidate.search
+        if is_open and candidate.known is not _Known.ILP:
             for other in candidate.looked_at(whole, least):
                 heapq.heappush(waiting, other)
             continue
         done += 1
         if progress is not None:
             progress("solve", done, done + len(waiting))
-        search = candidate.search
-        found = LEFT_OUT if candidate.is_left_out(least) else search.fastest_way(candidate.degrees, least)
-        match found:
-            case _, None:
-                is_left_out = True
-            case seconds, degrees if seconds < math.inf:
-                least, best = seconds, Best(seconds=seconds, search=search, degrees=degrees)
-            case _:
-                unfit.append(search)
-    if unfit and best is None and not is_left_out:
+        seconds, degrees = search.fastest_way(candidate.degrees, least) if is_open else LEFT_OUT
+        if degrees is None:
+            is_any_left_out = True
+        elif seconds == math.inf:
+            unfit.append(search)
+        else:
+            least, best = seconds, Best(seconds=seconds, search=search, degrees=degrees)
+    if unfit and best is None and not is_any_left_out:
         raise min(unfit, key=lambda search: search.shape).unfit()
     return best
 

@@ -19,9 +19,9 @@ from tpplan.plan.sections.ranks import StagePlan, TensorPlan
 from tpplan.search.best_first import NotFasterError
 from tpplan.search.diagnose import no_layout
 from tpplan.search.expert_degrees import divisions_of
+from tpplan.search.models.cut_errors import cut_errors, loss_of_sent
 from tpplan.search.models.subject import BuildModel, ExampleInputs
 from tpplan.search.models.trace_cache import Reuse, TraceCache, Traced
-from tpplan.search.pipelines.cut_errors import cut_errors, loss_of_sent
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.pipelines.stage_loads import Loads, loads_of

@@ -26,10 +26,10 @@ from tpplan.plan.plan import Recompute
 from tpplan.search.models.subject import hashable
 from tpplan.search.models.trace_cache import TraceCache
 from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
+from tpplan.search.points.common_bound import common_problem, shape_of
 from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
-from tpplan.solvers.common_bound import common_problem, shape_of
 from tpplan.solvers.presolve import is_solvable
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
 from tpplan.stages.whole_stubs import ops_in_stubs, results_read_in_stubs
