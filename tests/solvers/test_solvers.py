@@ -13,8 +13,9 @@ import pytest
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.solvers import branching, groups
+from tpplan.solvers import branching, groups, highs
 from tpplan.solvers.groups import Skeleton, skeleton_of
+from tpplan.solvers.milp import Outcome
 from tpplan.solvers.presolve import reduce
 from tpplan.solvers.problem import (
     Choice,
@@ -245,6 +246,26 @@ def test_highs_own_search_goes_on_where_that_by_relaxations_has_seen_its_nodes(
                 assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
     assert ended.count(False) >= 10
     assert most_nodes == 0 or ended.count(True) >= 10
+
+
+def test_what_the_search_by_relaxations_found_is_kept_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solution with a true bound, where HiGHS's own search then finds none."""
+    monkeypatch.setattr(branching, "MOST_NODES", 3)
+    monkeypatch.setattr(highs, "_outcome", lambda _highs, _cutoff: Outcome(status=None))
+    num_kept = 0
+    for seed in range(NUM_RANDOM_PROBLEMS):
+        problem = random_problem(seed)
+        try:
+            actual = solvers.solve(problem, solver="highs")
+        except SolverError:  # none was found
+            continue
+        if actual.status is Status.FEASIBLE:
+            assert_truthful(problem, actual)
+            expected = solvers.solve(problem, solver="brute-force")
+            assert actual.bound is not None
+            assert actual.bound <= expected.objective * (1 + 1e-9), f"seed {seed}"
+            num_kept += 1
+    assert num_kept >= 3
 
 
 @pytest.mark.parametrize("solver", ILP_SOLVERS)

@@ -70,7 +70,13 @@ def _run(
     if time_limit_s is not None:
         highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
     execute(highs)
-    return _outcome(highs, cutoff)
+    found = _outcome(highs, cutoff)
+    if found.status is None and known_best.values is not None:
+        bound = relaxed if status == highspy.HighsModelStatus.kOptimal else -math.inf
+        return milp.Outcome(
+            status=Status.FEASIBLE, objective=known_best.objective, bound=bound, values=known_best.values
+        )
+    return found
 
 
 def _best(known: Incumbent, cutoff: float) -> milp.Outcome:
