@@ -97,11 +97,24 @@ def whole(limit: float | None) -> float:
         return math.inf
 
 
+def stage_solver(limit: float | None) -> StageSolver:
+    return StageSolver(
+        build_model=Stack,
+        example_inputs=text,
+        cluster=CLUSTER,
+        batch=Batch(BATCH, MICRO_BATCH[limit], LENGTH),
+        options=replace(options(limit), all_gpus=True, ep=1),
+    )
+
+
 @pytest.mark.parametrize("limit", [None, pytest.param(LIMIT, marks=pytest.mark.long)])
-def test_no_number_of_stages_is_faster(limit: float | None) -> None:
-    every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
+def test_no_number_of_stages_is_faster(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are degrees that are left out by an estimate: each shape by itself is searched without one."""
+    with monkeypatch.context() as without:
+        without.setattr(most_promising, "WORTH", math.inf)
+        every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
+        deferred = [in_stages(p, 1, limit, Schedule.ZERO_BUBBLE) for p in (2, 4)]
     every[1, 1] = whole(limit)
-    deferred = [in_stages(p, 1, limit, Schedule.ZERO_BUBBLE) for p in (2, 4)]
     plan = found(limit)
     fastest = min(*every.values(), *deferred)
     assert plan.predicted.step_time_s == pytest.approx(fastest, rel=1e-9)
@@ -114,14 +127,7 @@ def test_no_number_of_stages_is_faster(limit: float | None) -> None:
 )
 def test_no_step_is_below_its_floors(shape: PipelineShape, limit: float | None) -> None:
     """Of every tp degree and micro-batch, with weights gathered once and for every micro-batch."""
-    batch = Batch(BATCH, MICRO_BATCH[limit], LENGTH)
-    solver = StageSolver(
-        build_model=Stack,
-        example_inputs=text,
-        cluster=CLUSTER,
-        batch=batch,
-        options=replace(options(limit), all_gpus=True, ep=1),
-    )
+    solver = stage_solver(limit)
     search = Search(solver=solver, shape=shape, progress=None)
     steps: dict[Degrees, float] = {}
     for degrees in search.degrees():
@@ -169,13 +175,7 @@ def test_a_zero_bubble_schedule_is_found_where_1f1b_is_slower_than_no_stages(byt
 @pytest.mark.parametrize("shape", [PipelineShape(parts=2), PipelineShape(parts=2, is_zero_bubble=True)])
 def test_no_cuts_are_faster_than_the_bound(shape: PipelineShape) -> None:
     """All cuts at all degrees, by brute force."""
-    solver = StageSolver(
-        build_model=Stack,
-        example_inputs=text,
-        cluster=CLUSTER,
-        batch=Batch(BATCH, None, LENGTH),
-        options=replace(options(None), all_gpus=True, ep=1),
-    )
+    solver = stage_solver(None)
     search = Search(solver=solver, shape=shape, progress=None)
     steps: dict[tuple[int, ...], float] = {}
     for degrees in search.degrees():
@@ -319,13 +319,7 @@ def test_degrees_with_a_long_estimate_are_not_solved(monkeypatch: pytest.MonkeyP
 def test_estimates_are_near_the_steps_that_are_found(parts: int, virtual: int) -> None:
     """Of every tp degree and micro-batch, by relaxations, which are no longer, and by ILPs. Stages of a single layer
     hide fewer gathers than the whole model."""
-    solver = StageSolver(
-        build_model=Stack,
-        example_inputs=text,
-        cluster=CLUSTER,
-        batch=Batch(BATCH, None, LENGTH),
-        options=replace(options(None), all_gpus=True, ep=1),
-    )
+    solver = stage_solver(None)
     shape = PipelineShape(parts=parts, virtual_stages=virtual)
     search, whole = Search(solver=solver, shape=shape, progress=None), WholeModel(solver=solver)
     ratios = []

@@ -196,7 +196,8 @@ class Peaks:
             yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(self._parameters_behind(last)),))
 
     def _beside_what_is_kept(self, families: Sequence[Family]) -> Iterator[Term]:
-        """What a layer's backward holds for itself."""
+        """Yields what a rank holds in the backward of a layer of some families beside parameters, states, gradients at
+        rest and kept activations: gathered layers, transients, what is recomputed, and buffers."""
         if self.uses_fsdp:
             yield self.gathered.for_a_while()
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))

@@ -1,4 +1,5 @@
-"""What is wrong with a model in stages, whose graphs are compared with the whole model's."""
+"""Errors of a model in stages: a stage does not run its part of the whole model, as their graphs show, or two stages of
+a rank write the same buffer."""
 
 import functools
 import operator

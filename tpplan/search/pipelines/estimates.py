@@ -24,14 +24,10 @@ from tpplan.search.pipelines.step_seconds import dims_to_slice, seconds_of_sendi
 from tpplan.search.points.mesh_points import Point
 from tpplan.solvers.problem import Problem
 
-#: of the best step found, how long an estimate may be for degrees to be worth solving; with a zero-bubble schedule,
-#: whose estimates take all products of weights' gradients for deferred, it may be no longer
+#: of the best step found, how long an estimate may be for degrees to be worth solving
 WORTH = 1.03
 #: what a plan of stages says of degrees that were left out by an estimate
-ESTIMATED = (
-    f"degrees at which a step takes over {WORTH - 1:.0%} longer, with a zero-bubble schedule longer at all, by an "
-    "estimate from the whole model"
-)
+ESTIMATED = f"degrees at which a step takes over {WORTH - 1:.0%} longer by an estimate from the whole model"
 #: of a backward, the products of weights' gradients
 _WEIGHTS = 0.5
 
@@ -54,7 +50,6 @@ class WholeModel:
     solver: StageSolver
     _formulations: dict[tuple[Point, bool], Formulation] = field(default_factory=dict)
     _unlimited_s: dict[tuple[Point, bool], float] = field(default_factory=dict)
-    _beside_s: dict[Point, float] = field(default_factory=dict)
 
     def formulation(self, point: Point, *, is_once: bool) -> Formulation:
         """The ILP, without units over shard and tp unless these are asked for, as stages are compared."""
@@ -71,14 +66,6 @@ class WholeModel:
             problem = self.formulation(point, is_once=is_once).unlimited
             self._unlimited_s[key] = self.optimum_s(problem, point.ep, is_relaxed=True)
         return self._unlimited_s[key]
-
-    def once_s(self, point: Point, *, is_once: bool) -> float:
-        """About the seconds of what happens once a step: all but kernels and tp collectives where FSDP does so too."""
-        if not is_once:
-            return 0.0
-        if point not in self._beside_s:
-            self._beside_s[point] = self.formulation(point, is_once=True).beside_s
-        return self._beside_s[point]
 
     def optimum_s(self, problem: Problem, ep: int, *, is_relaxed: bool, cutoff: float = math.inf) -> float:
         """The optimum of a problem, or of its relaxation, in seconds; infinite where it has none, and 0 where the time
@@ -145,8 +132,10 @@ class Estimator:
     def _estimate(self, point: Point, work_s: float) -> Estimate:
         if work_s == math.inf:
             return Estimate(math.inf, math.inf, point.shard)
-        parts, work_s = self.shape.parts, max(work_s, self._solver.least_work_s(self.shape, self.degrees))
-        once_s = min(work_s, self.whole.once_s(point, is_once=self.degrees.once))
+        least_s = self._solver.least_work_s(self.shape, self.degrees)
+        parts, work_s = self.shape.parts, max(work_s, least_s)
+        # What FSDP does once a step and the optimizer: all but kernels and tp collectives, without recomputation.
+        once_s = max(0.0, self.whole.unlimited_s(point, is_once=True) - least_s) if self.degrees.once else 0.0
         return Estimate(self._with_waiting((work_s - once_s) / parts, once_s / parts), work_s, point.shard)
 
     @property

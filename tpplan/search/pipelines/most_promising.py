@@ -29,8 +29,8 @@ _SLOWER = 1.001
 
 
 class _Known(IntEnum):
-    """What is known of degrees: a bound, or an estimate, by a relaxation without a memory limit or with it, or by an
-    ILP."""
+    """The closest look that the search has taken at some degrees: at a bound of their step, or at an estimate of it, by
+    a relaxation without a memory limit, by one with it, or by an ILP."""
 
     BOUND = 0
     UNLIMITED = 1
@@ -50,16 +50,11 @@ class _Candidate:
     degrees: Degrees = field(compare=False)
     estimate: Estimate = field(compare=False, default=Estimate(math.inf, math.inf))
 
-    @property
-    def worth(self) -> float:
-        """Of the best step found, how long an estimate may be."""
-        return 1.0 if self.search.shape.is_zero_bubble else WORTH
-
     def is_left_out(self, least: float) -> bool:
         """True where the degrees are not worth another look, with a step of `least` seconds at hand."""
         if least == math.inf:
             return False
-        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= self.worth * least)
+        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= WORTH * least)
 
     def looked_at(self, whole: WholeModel, least: float) -> "Iterator[_Candidate]":
         """Yields the candidate with the next estimate, and one that opens up. Where nothing seems to fit there is no
@@ -73,7 +68,7 @@ class _Candidate:
                 if self.degrees.once and found.seconds > _SLOWER * self.seconds and False in self.search.ways_to_reduce:
                     yield replace(self, known=_Known.BOUND, degrees=replace(self.degrees, once=False))
             case _:
-                found, known = estimator.of_ilp(self.estimate, self.worth * least), _Known.ILP
+                found, known = estimator.of_ilp(self.estimate, WORTH * least), _Known.ILP
         known = known if found.seconds < math.inf else _Known.ILP
         yield replace(self, seconds=max(self.seconds, found.seconds), known=known, estimate=found)
 

@@ -47,7 +47,7 @@ UNSEARCHED = (
 )
 #: what a plan of stages says of graphs that were not traced
 GROWN = "micro-batches from the third on were compared as if the code did what it does at the smallest two"
-MISLED = "other numbers of stages may have been compared by graphs that differ from the code's"
+MISLED = "other numbers of stages and schedules may have been compared by graphs that differ from the code's"
 
 
 #: seconds of a step and its degrees; without degrees, one that was left out as it is slower than another
@@ -174,7 +174,7 @@ class Search:
                 ways.append((floor + filling, -place, own))
         found = LEFT_OUT
         for *_, own in sorted(ways):
-            found = self.unless_slower(own, least)
+            found = self._unless_slower(own, least)
             if found[0] < math.inf or found[1] is None:
                 break
         return found
@@ -188,11 +188,8 @@ class Search:
             "--recompute to be decided"
         )
 
-    def unless_slower(self, degrees: Degrees, least: float) -> Found:
+    def _unless_slower(self, degrees: Degrees, least: float) -> Found:
         """The step at these degrees, unless it takes `least` or longer."""
-        sizes = self.solver.sizes(self.shape, degrees)
-        if least < math.inf and AllStages.of(self.solver, self.shape, sizes, degrees).floor(least) >= least:
-            return LEFT_OUT
         try:
             found = self.tried(degrees, least)
         except NotFasterError:

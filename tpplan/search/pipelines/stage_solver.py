@@ -171,7 +171,8 @@ class StageSolver:
         return tuple(possible[end - 1] for end in accumulate(sizes[:-1]))
 
     def crossing(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> list[tuple[TensorPlan, ...]]:
-        """What crosses each cut between stages of some numbers of layers, for a micro-batch."""
+        """The tensors that each stage but the last sends to the next for a micro-batch, where the stages have some
+        numbers of layers."""
         graph = self.whole(micro_batch).graph
         return [tensors_of(graph, cut.unit) for cut in self._chosen(shape, sizes, micro_batch)]
 
