@@ -196,7 +196,10 @@ def test_it_is_chosen_where_waiting_costs_more_than_memory_allows() -> None:
     assert seconds[ZERO_BUBBLE] < seconds[Schedule.ONE_F_ONE_B]
     assert plans[None].schedule is ZERO_BUBBLE
     assert seconds[None] == pytest.approx(seconds[ZERO_BUBBLE])
-    assert any("zero-bubble" in line for line in plans[None].solver.unsearched or ())
+    assert not any("zero-bubble" in line for line in plans[None].solver.unsearched or ())
+    compiled = tpplan.solve_stages(Deep, text, **{**asked, "options": replace(asked["options"], compile=True)})  # type: ignore[arg-type, type-var]
+    assert compiled.schedule is Schedule.ONE_F_ONE_B
+    assert any("zero-bubble" in line for line in compiled.solver.unsearched or ())
     bubbles = [plans[own].predicted.bubble_s for own in PLAIN]
     assert bubbles[1] < 0.8 * bubbles[0]
 

@@ -2,7 +2,9 @@
 
 To try a set of choices the solver fixes them and shards as little else as their edges allow, and the result is checked
 as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
-together: each of them alone may be right.
+together: each of them alone may be right. A choice is dropped from a set only where the op differs both with it and
+with another in its place: one that the solver makes again by itself, as that of the op is where it shards nothing, may
+be the one that matters.
 
 A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
 rank, which do not show how a value came to be whole or a slice.
@@ -268,14 +270,27 @@ class _Finder:
             return shapes, localized_arguments(Call.of(graph, decider), strategy, tp)
         return shapes
 
-    def is_enough(self, choices: Choices) -> bool:
-        """True where an assignment with these choices and little else sharded has the same counterexample."""
+    def is_enough(self, choices: Choices, dropped: Choices | None = None) -> bool:
+        """True where an assignment with these choices and little else sharded has the same counterexample. That of
+        `dropped` choices which it still makes is no evidence that they do not matter: an assignment that makes others
+        in their place, where there is one, must have the counterexample too."""
+        trial = _with_little_else(self.formulation, choices)
+        if trial is None or not self._is_again_in(trial):
+            return False
+        space = self.formulation.space
+        others = {
+            name: rest
+            for name, group in (dropped or {}).items()
+            if trial.strategy(name) in group and (rest := frozenset(space.strategies[space.classes[name]]) - group)
+        }
+        other = _with_little_else(self.formulation, {**others, **choices}) if others else None
+        return other is None or self._is_again_in(other)
+
+    def _is_again_in(self, trial: Assignment) -> bool:
+        """True where an assignment has the same counterexample, and trials are left to see that."""
         if self.trials >= MOST_TRIALS:
             return False
         self.trials += 1
-        trial = _with_little_else(self.formulation, choices)
-        if trial is None:
-            return False
         try:
             again = self.check(trial, self.until)
         except TpplanError:
@@ -296,8 +311,9 @@ class _Finder:
         size = len(found)
         while size := size // 2:
             for start in range(0, len(names := list(found)), size):
-                rest = {name: group for name, group in found.items() if name not in names[start : start + size]}
-                if rest and self.is_enough(rest):
+                dropped = {name: found[name] for name in names[start : start + size] if name in found}
+                rest = {name: group for name, group in found.items() if name not in dropped}
+                if rest and self.is_enough(rest, dropped):
                     found = rest
         return found
 

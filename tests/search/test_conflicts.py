@@ -1,0 +1,56 @@
+"""Conflicts forbid no assignment that has no counterexample, whatever the solver shards beside them."""
+
+import torch
+from examples import eager_to_shard
+from test_optimal import DIM, ODD, CountedModel
+
+import tpplan
+from tpplan.core.graph import Direction, Op
+from tpplan.costs.step.formulate import Formulation
+from tpplan.layouts.assignment import Assignment
+from tpplan.prove.counterexample import Counterexample
+from tpplan.search.conflicts import _with_little_else, conflict_of
+from tpplan.search.planner import prepare
+from tpplan.search.points.options import Batch, Options
+from tpplan.search.points.request import Request
+
+
+def formulation() -> Formulation:
+    """The ILP of a small model on two tp ranks."""
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
+    options = Options(precision="fp32", tp=2, all_gpus=True)
+    inputs = {"x": torch.randn(1, ODD, DIM)}
+    request = Request.of(CountedModel, lambda batch, length: inputs, cluster, Batch(1, 1, ODD), options, None)
+    solver, points, _ = prepare(request, options)
+    return solver.formulate(points[0])
+
+
+def test_a_choice_that_the_solver_makes_again_is_not_dropped() -> None:
+    """An op differs where a module's input is a slice and its own result is whole. With little else sharded it is whole
+    by itself, so that the input alone seems to suffice; sharded it is right."""
+    made = formulation()
+    graph, space = made.space.graph, made.space
+    given = next(b for b in graph.boundaries if b.module == "counted.left" and b.direction is Direction.INPUT)
+    op = next(node for node in graph.nodes if isinstance(node, Op) and "relu" in node.target)
+    sharded = frozenset(s for s in space.strategies[space.classes[given.name]] if s.results[0].dim is not None)
+
+    def differs(trial: Assignment) -> bool:
+        return trial.strategy(given.name) in sharded and trial.strategy(op.name).results[0].is_whole
+
+    def check(trial: Assignment, _until: str | None = None) -> Counterexample | None:
+        if not differs(trial):
+            return None
+        return Counterexample(message="it differs", blamed=(given.name,), node=op)
+
+    refuted = _with_little_else(made, {given.name: sharded})
+    assert refuted is not None
+    found = check(refuted)
+    assert found is not None
+    chosen, _ = conflict_of(found, refuted, made, check)
+    options = space.strategies[space.classes[op.name]]
+    sliced = frozenset(strategy for strategy in options if not strategy.results[0].is_whole)
+    right = _with_little_else(made, {given.name: sharded, op.name: sliced})
+    assert right is not None
+    assert check(right) is None
+    assert refuted.strategy(given.name) in chosen[given.name]
+    assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"
