@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.core.graph import ModelGraph, within
+from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision, StagePlan
+from tpplan.search.models.cut_errors import loss_of_sent
 from tpplan.search.models.trace_cache import Reuse, TraceCache
 from tpplan.search.pipelines import most_promising
 from tpplan.search.pipelines.shape_search import GROWN, MISLED, Search
@@ -59,11 +61,6 @@ def weighted() -> nn.Module:
     return model
 
 
-def sum_of(outputs: tuple[Tensor, ...], _inputs: object) -> Tensor:
-    (sent,) = outputs
-    return sent.sum()
-
-
 def stage_and_solver(build: Any, index: int, batch: int) -> tuple[StagePlan, PointSolver]:
     """A stage of a model cut behind its first and third of four layers, and its solver on two tensor-parallel ranks."""
     cluster, sizes = Cluster(gpus=2, profile=MACHINE), Batch(batch, batch, LENGTH)
@@ -72,7 +69,7 @@ def stage_and_solver(build: Any, index: int, batch: int) -> tuple[StagePlan, Poi
     graph = TraceCache(whole.subject, Reuse()).really_traced(batch).graph
     cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
     stage = stages_of(graph, [cuts[0], cuts[2]], [1, 1, 1], batch)[index]
-    own = Options(loss=loss if index == 2 else sum_of, precision=Precision.FP32, tp=2, stage=stage)
+    own = Options(loss=loss if index == 2 else loss_of_sent, precision=Precision.FP32, tp=2, stage=stage)
     request = Request.of(build, text, cluster, sizes, own, None)
     return stage, PointSolver(request=request, traces=TraceCache(request.subject, Reuse()))
 
@@ -151,6 +148,42 @@ def test_stubs_hand_on_what_has_no_memory() -> None:
     assert not is_stand_in(x)
     assert (first.shape, first.untyped_storage().nbytes(), first.requires_grad) == (x.shape, 4, False)
     assert stubs[1](first, mask) is first
+
+
+class Listed(Stack):
+    """A model whose root calls one layer by a list of its own, which holds it besides its container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = [self.layers[1]]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        for i, layer in enumerate(self.layers):
+            x = self.again[0](x, mask) if i == 1 else layer(x, mask)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+@pytest.mark.parametrize("build", [weighted, Pairs, Listed])
+def test_stages_that_share_what_others_have_run_what_they_run_alone(build: Any, order: tuple[int, ...]) -> None:
+    """All stages are made of one model: none changes it, nor what another stage runs."""
+    reuse, shared = Reuse(), dict[int, ModelGraph]()
+    for index in order:
+        _, solver = stage_and_solver(build, index, 2)
+        shared[index] = TraceCache(solver.request.subject, reuse).really_traced(2).graph
+        whole = replace(solver.request.subject, stage=None, loss=loss)
+        found = TraceCache(whole, reuse).really_traced(2).model
+        assert not any(isinstance(module, Stub) for module in found.modules())
+        assert graph_fingerprint(TraceCache(whole, reuse).trace_of(found, text(2, LENGTH))[0]) == graph_fingerprint(
+            TraceCache(whole, Reuse()).really_traced(2).graph
+        )
+    for index, graph in shared.items():
+        alone = graph_of(stage_and_solver(build, index, 2)[1], 2)
+        assert graph_fingerprint(graph) == graph_fingerprint(alone)
+        assert graph.read_by_stubs == alone.read_by_stubs
 
 
 class Changing(Stack):

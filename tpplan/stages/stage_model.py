@@ -78,8 +78,9 @@ def as_stage(
     alike: Alike | None = None,
 ) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
-    The precision, and the layers (`units`) whose inputs FSDP casts in it, decide the dtypes of what stubs give; `run`
-    runs their modules, of which one stands for those that are `alike`, where that is known.
+    Stubs that the model has already, from another stage of it, stay. The precision, and the layers (`units`) whose
+    inputs FSDP casts in it, decide the dtypes of what stubs give; `run` runs their modules, of which one stands for
+    those that are `alike`, where that is known.
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
@@ -89,6 +90,9 @@ def as_stage(
         module = own_children(parent).get(child)
         if module is None:
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
+        if isinstance(module, Stub):
+            stubs.append(module)
+            continue
         kept = [one.name.removeprefix(f"{name}.") for one in stage.ties if within(one.name, name)]
         weights = {path: _taken(module, path) for path in kept}
         stub = Stub(name, module, precision, units, run)

@@ -52,6 +52,15 @@ class Stub(nn.Module):
             found.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
         return found
 
+    def again(self) -> "Stub":
+        """Another stub for the module, which keeps none of its parameters; calls of both give the same."""
+        found = Stub.__new__(Stub)
+        nn.Module.__init__(found)
+        found.name, found.receives, found.received, found.casts = self.name, False, None, self.casts
+        for key in _SHARED:
+            found.__dict__[key] = self.__dict__[key]
+        return found
+
     def keep(self, path: str, weight: nn.Parameter) -> None:
         """Registers a parameter of the module under its path there, on stubs of the modules inside."""
         child, _, rest = path.partition(".")
@@ -109,10 +118,10 @@ class Stub(nn.Module):
         own = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_stand_in(leaf)]
         with plain_calls():
             others = {(leaf.shape, leaf.dtype): leaf for leaf in own}
-        with torch.no_grad():
-            for leaf in found:
-                if isinstance(leaf, tuple) and leaf not in others:
-                    others[leaf] = without_memory(like, *leaf)
+        new = [leaf for leaf in found if isinstance(leaf, tuple) and leaf not in others]
+        if new:
+            with torch.no_grad():
+                others |= {leaf: without_memory(like, *leaf) for leaf in dict.fromkeys(new)}
         return pytree.tree_unflatten([others[x] if isinstance(x, tuple) else x for x in found], made)
 
     def _taken(self, count: int) -> tuple[Tensor, ...]:

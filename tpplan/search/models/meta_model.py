@@ -1,8 +1,9 @@
 """A model on the meta device, as its builder makes it there: parameters without values, ties kept."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from tpplan.prove.apply_as_rank import copied
 from tpplan.search.models.model_spec import UserCodeError
 from tpplan.stages.like_modules import LikeModules
 from tpplan.stages.stage_model import as_stage
-from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.stages.stub import Stub
+from tpplan.torch_internals.modules import own_buffers, own_children, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.hooks.parameter_names import register_names
@@ -29,19 +31,42 @@ _NEEDS_VALUES = (RuntimeError, NotImplementedError, UnknownValueError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """A model on the meta device, the dtypes that its parameters were built in by name, notes on how it was built where
-    its builder alone could not, and which of its modules are alike."""
+    its builder alone could not, and which of its modules are alike. `stubs` are those of its stages so far, by
+    precision and name."""
 
     model: nn.Module
     dtypes: Mapping[str, torch.dtype]
     notes: tuple[str, ...]
     alike: LikeModules
+    stubs: dict[tuple[Precision, str], Stub] = field(default_factory=dict)
 
     def stage(self, stage: StagePlan, precision: Precision) -> "Built":
         """A stage of the model, made of a copy of it."""
-        model = copied(self.model)
-        as_stage(model, stage, precision, repeated_children(model), given_on_meta, self.alike)
+        units = repeated_children(self.model)
+        # What other stages have is copied once for all; a stub that keeps tied weights is a stage's own.
+        names = [name for name in stage.absent if not stage.ties and (precision, name) in self.stubs]
+        with self._replaced({name: self.stubs[precision, name] for name in names}):
+            model = copied(self.model)
+        as_stage(model, stage, precision, units, given_on_meta, self.alike)
+        for name in stage.absent if not stage.ties else ():
+            stub = model.get_submodule(name)
+            assert isinstance(stub, Stub)
+            self.stubs.setdefault((precision, name), stub.again())
         register_names(model)
         return replace(self, model=model, dtypes={name: self.dtypes[name] for name, _ in model.named_parameters()})
+
+    @contextlib.contextmanager
+    def _replaced(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """A context in which the model has other modules under some names."""
+        places = [(own_children(self.model.get_submodule(name.rpartition(".")[0])), name) for name in modules]
+        before = {name: children[name.rpartition(".")[2]] for children, name in places}
+        try:
+            for children, name in places:
+                children[name.rpartition(".")[2]] = modules[name]
+            yield
+        finally:
+            for children, name in places:
+                children[name.rpartition(".")[2]] = before[name]
 
 
 def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Built:
