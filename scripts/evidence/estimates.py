@@ -6,7 +6,7 @@ For each case the degrees of some shapes are estimated from the whole model's IL
 and the stages of up to `--most` of them by each kind of schedule are solved whatever their estimate: by 1F1B or
 interleaved, and by zero-bubble schedules. Printed are both, and of steps within 10 % of the fastest by how much they
 differ: above 0 % the step takes longer than its estimate. "left out" is how much slower than the fastest of these steps
-is the one that the search finds among them, which solves those with an estimate up to `WORTH` times the best step. Exit
+is the one that the search finds among them, which solves those with an estimate up to `worth` times the best step. Exit
 code 1 where that is more than 0.
 """
 
@@ -22,7 +22,7 @@ from statistics import median
 import tpplan
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.search.models.user_model import load_model_file
-from tpplan.search.pipelines.estimates import WORTH, Estimate, Estimator, WholeModel
+from tpplan.search.pipelines.estimates import Estimate, Estimator, WholeModel, worth
 from tpplan.search.pipelines.pipeline_shape import PipelineShape
 from tpplan.search.pipelines.shape_search import Search
 from tpplan.search.pipelines.solve_stages import deferring
@@ -136,7 +136,7 @@ def judged(name: str, rows: list[Row]) -> bool:
     """Prints what the rows of a case show; True where the search finds the fastest step."""
     fastest, least = min(row.step_s for row in rows), math.inf
     for row in sorted(rows):  # as the search does: the shortest estimate first
-        if row.estimate_s < WORTH * least:
+        if row.estimate_s < worth(row.shape) * least:
             least = min(least, row.step_s)
     for schedule in dict.fromkeys(row.shape.is_zero_bubble for row in rows):
         own = [row for row in rows if row.shape.is_zero_bubble is schedule]

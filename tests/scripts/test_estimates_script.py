@@ -1,6 +1,7 @@
 """scripts/evidence/estimates.py solves the stages that it has estimates of, and sees where the best was left out."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,16 @@ def test_the_toy_is_solved_at_all_its_degrees(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_step_that_its_estimate_hides_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    long = estimates.WORTH + 0.01
+    bar = estimates.worth(SHAPE)
+    long = bar + 0.01
     found = [estimates.Row(seconds, step_s, SHAPE, DEGREES) for seconds, step_s in [(1.0, 1.0), (long, 0.8)]]
     assert not estimates.judged("made up", found)
     said = capsys.readouterr().out
     assert "2 solved, 1 within 10% of the fastest" in said
     assert said.endswith("left out 25.00%\n")
-    assert estimates.judged("made up", [*found[:1], estimates.Row(estimates.WORTH - 0.01, 0.8, SHAPE, DEGREES)])
+    assert estimates.judged("made up", [*found[:1], estimates.Row(bar - 0.01, 0.8, SHAPE, DEGREES)])
+    deferring = replace(SHAPE, is_zero_bubble=True)
+    assert not estimates.judged("made up", [*found[:1], estimates.Row(bar - 0.01, 0.8, deferring, DEGREES)])
 
 
 def test_a_case_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

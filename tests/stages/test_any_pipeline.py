@@ -111,7 +111,7 @@ def stage_solver(limit: float | None) -> StageSolver:
 def test_no_number_of_stages_is_faster(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are degrees that are left out by an estimate: each shape by itself is searched without one."""
     with monkeypatch.context() as without:
-        without.setattr(most_promising, "WORTH", math.inf)
+        without.setattr(most_promising, "worth", lambda shape: math.inf)
         every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
         deferred = [in_stages(p, 1, limit, Schedule.ZERO_BUBBLE) for p in (2, 4)]
     every[1, 1] = whole(limit)
@@ -310,7 +310,7 @@ def test_degrees_with_a_long_estimate_are_not_solved(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Search, "fastest_way", noted)
     monkeypatch.setattr(Search, "floors", no_floors)
     few, number = planned(), len(solved)
-    monkeypatch.setattr(most_promising, "WORTH", math.inf)
+    monkeypatch.setattr(most_promising, "worth", lambda shape: math.inf)
     assert planned() == pytest.approx(few)
     assert 1 <= number < len(solved) - number
 

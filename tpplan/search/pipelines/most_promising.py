@@ -4,8 +4,8 @@ What is known of degrees is first a bound, then an estimate (tpplan.search.pipel
 without a memory limit, which several shapes share, by one with it, and by an ILP. Each takes longer than the one before
 it, and solving stages far longer than all. The degrees that promise the shortest step are looked at next; their stages
 are solved where the ILP's estimate still is the shortest. Degrees are left out where a bound is no less than the best
-step found, or an estimate longer by WORTH. FSDP gathers weights and reduces gradients once a step, which takes least;
-to do so for every micro-batch is a candidate of its own where memory makes that once a step slower.
+step found, or an estimate longer than is `worth` it. FSDP gathers weights and reduces gradients once a step, which
+takes least; to do so for every micro-batch is a candidate of its own where memory makes that once a step slower.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from enum import IntEnum
 from itertools import count
 
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.search.pipelines.estimates import WORTH, Estimate, Estimator, WholeModel
+from tpplan.search.pipelines.estimates import Estimate, Estimator, WholeModel, worth
 from tpplan.search.pipelines.shape_search import LEFT_OUT, Search
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Progress
@@ -54,7 +54,9 @@ class _Candidate:
         """True where the degrees are not worth another look, with a step of `least` seconds at hand."""
         if least == math.inf:
             return False
-        return self.bound_s >= least or (self.known is not _Known.BOUND and self.seconds >= WORTH * least)
+        return self.bound_s >= least or (
+            self.known is not _Known.BOUND and self.seconds >= worth(self.search.shape) * least
+        )
 
     def looked_at(self, whole: WholeModel, least: float) -> "Iterator[_Candidate]":
         """Yields the candidate with the next estimate, and one that opens up. Where nothing seems to fit there is no
@@ -68,7 +70,8 @@ class _Candidate:
                 if self.degrees.once and found.seconds > _SLOWER * self.seconds and False in self.search.ways_to_reduce:
                     yield replace(self, known=_Known.BOUND, degrees=replace(self.degrees, once=False))
             case _:
-                found, known = estimator.of_ilp(self.estimate, WORTH * least), _Known.ILP
+                cutoff_s = worth(self.search.shape) * least
+                found, known = estimator.of_ilp(self.estimate, cutoff_s), _Known.ILP
         known = known if found.seconds < math.inf else _Known.ILP
         yield replace(self, seconds=max(self.seconds, found.seconds), known=known, estimate=found)
 
