@@ -4,7 +4,8 @@ To try a set of choices the solver fixes them and shards as little else as their
 as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
 together: each of them alone may be right. A choice is dropped from a set only where the op differs both with it and
 with another in its place: one that the solver makes again by itself, as that of the op is where it shards nothing, may
-be the one that matters.
+be the one that matters. One assignment stands for all that make other choices: a trial is evidence, no proof, and a
+conflict may forbid an assignment that none has tried (scripts/evidence/optimality.py looks for such).
 
 A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
 rank, which do not show how a value came to be whole or a slice.
@@ -283,8 +284,14 @@ class _Finder:
             for name, group in (dropped or {}).items()
             if trial.strategy(name) in group and (rest := frozenset(space.strategies[space.classes[name]]) - group)
         }
-        other = _with_little_else(self.formulation, {**others, **choices}) if others else None
-        return other is None or self._is_again_in(other)
+        if not others:
+            return True
+        try:
+            other = _least_sharded(self.formulation, {**others, **choices})
+        except SolverError:
+            return False  # whether there is one is not known
+        # Where several choices cannot all be made otherwise at once, each may be by itself.
+        return self._is_again_in(other) if other is not None else len(others) == 1
 
     def _is_again_in(self, trial: Assignment) -> bool:
         """True where an assignment has the same counterexample, and trials are left to see that."""
@@ -325,7 +332,8 @@ def nearest(
     is_cut: Callable[[str, Strategy], bool],
 ) -> Assignment | None:
     """The assignment that avoids some conflicts and strategies of decisions that are cut, and otherwise differs in the
-    fewest decisions from another one of the formulation, and shards little where it does; None where there is none."""
+    fewest decisions from another one of the formulation, and shards little where it does; None where there is none, or
+    the solver finds none."""
     space = formulation.space
     allowed = {
         name: {i for i, strategy in enumerate(space.strategies[name]) if not is_cut(name, strategy)}
@@ -335,12 +343,24 @@ def nearest(
     def differs(name: str, strategy: Strategy) -> float:
         return 0.0 if strategy == assignment.strategy(name) else 1.0 + _sharded(strategy)
 
-    return _cheapest(formulation, allowed, differs, conflicts)
+    try:
+        return _cheapest(formulation, allowed, differs, conflicts)
+    except SolverError:
+        return None
 
 
 def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment | None:
     """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
-    none."""
+    none, or the solver finds none."""
+    try:
+        return _least_sharded(formulation, choices)
+    except SolverError:
+        return None
+
+
+def _least_sharded(formulation: Formulation, choices: Choices) -> Assignment | None:
+    """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
+    none. Raises SolverError where the solver does not tell."""
     space = formulation.space
     allowed: dict[str, set[int]] = {}
     for name, group in choices.items():
@@ -357,7 +377,7 @@ def _cheapest(
     conflicts: tuple[Conflict, ...],
 ) -> Assignment | None:
     """The assignment of least cost, the sum over deciding decisions, of `allowed` strategies where a decision has such,
-    that avoids conflicts; None where there is none."""
+    that avoids conflicts; None where there is none. Raises SolverError where the solver does not tell."""
     space, nodes = formulation.space, formulation.priced.nodes()
     fixed = tuple(
         linear_term("fixed", name, [float(i not in own) for i in range(len(space.strategies[name]))], 1.0)
@@ -375,10 +395,7 @@ def _cheapest(
         conflicts=conflicts,
         shared=formulation.priced.shared,
     )
-    try:
-        choice = solvers.solve(problem).choice
-    except SolverError:
-        return None
+    choice = solvers.solve(problem).choice
     if choice is None:
         return None
     # Treatments do not matter here: all layers of a group get the first one that is possible.
