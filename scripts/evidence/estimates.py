@@ -125,7 +125,7 @@ def rows_of(case: Case, most: int) -> list[Row]:
     kinds = ([one for one in every if one[2].shape.is_zero_bubble == kind] for kind in (False, True))
     found = []
     for relaxed, estimator, search in chain.from_iterable(own[:most] for own in kinds):
-        seconds = estimator.of_ilp(relaxed, math.inf).seconds
+        seconds = estimator.of_ilp(relaxed).seconds
         step_s, _ = search.fastest_way(estimator.degrees, math.inf)
         found.append(Row(seconds, step_s, search.shape, estimator.degrees))
         print(f"{seconds:9.3f} s {step_s:9.3f} s  {found[-1].words}", flush=True)

@@ -326,7 +326,7 @@ def test_estimates_are_near_the_steps_that_are_found(parts: int, virtual: int) -
     for degrees in search.degrees():
         estimator = Estimator(whole=whole, shape=shape, degrees=replace(degrees, once=True))
         relaxed = estimator.relaxed()
-        estimate = estimator.of_ilp(relaxed, math.inf)
+        estimate = estimator.of_ilp(relaxed)
         assert estimator.unlimited().seconds <= relaxed.seconds * (1 + 1e-9) <= estimate.seconds * (1 + 1e-8)
         step_s, _ = search.fastest_way(replace(degrees, once=True), math.inf)
         ratios.append(step_s / estimate.seconds)

@@ -52,6 +52,11 @@ class Estimate:
     seconds: float
     work_s: float
     fsdp: int = 0
+    #: of the work, what a step does once
+    once_s: float = 0.0
+
+
+NO_ESTIMATE = Estimate(math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +97,12 @@ class WholeModel:
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
     """Estimates of a shape at some degrees. What crosses between stages is sliced where it can be, whatever the degrees
-    say."""
+    say. From `most_s` seconds on, an estimate says no more than that."""
 
     whole: WholeModel
     shape: PipelineShape
     degrees: Degrees
+    most_s: float = math.inf
 
     def unlimited(self) -> Estimate:
         """By the linear relaxation, where memory does not matter."""
@@ -106,18 +112,17 @@ class Estimator:
         """By the linear relaxation."""
         return self._of_best_fsdp(lambda point: self._optimum_s(point, is_relaxed=True))
 
-    def of_ilp(self, relaxed: Estimate, cutoff_s: float) -> Estimate:
-        """By the ILP itself, at the FSDP degree of its relaxation; about the cutoff where it is above."""
-        cutoff = relaxed.work_s * cutoff_s / relaxed.seconds if cutoff_s < math.inf else math.inf
+    def of_ilp(self, relaxed: Estimate) -> Estimate:
+        """By the ILP itself, at the FSDP degree of its relaxation."""
+        cutoff = relaxed.work_s * self.most_s / relaxed.seconds if self.most_s < math.inf else math.inf
         point = self._point(relaxed.fsdp)
         return max(relaxed, self._estimate(point, self._optimum_s(point, is_relaxed=False, cutoff=cutoff)))
 
     def _of_best_fsdp(self, optimum_s: Callable[[Point], float]) -> Estimate:
         """At the FSDP degree that seems best: from the largest on, until a smaller one is no better."""
-        best = Estimate(math.inf, math.inf)
-        for fsdp in reversed(self._fsdp_degrees):
-            point = self._point(fsdp)
-            found = self._estimate(point, optimum_s(point))
+        best = NO_ESTIMATE
+        for point in map(self._point, reversed(self._fsdp_degrees)):
+            found = self._estimate(point, optimum_s(point), best)
             if found.seconds >= best.seconds:
                 break
             best = found
@@ -141,14 +146,19 @@ class Estimator:
         problem = replace(formulation.unlimited, resources=(row,))
         return self.whole.optimum_s(problem, point.ep, is_relaxed=is_relaxed, cutoff=cutoff)
 
-    def _estimate(self, point: Point, work_s: float) -> Estimate:
+    def _estimate(self, point: Point, work_s: float, best: Estimate = NO_ESTIMATE) -> Estimate:
+        """The estimate at a point, or `best` at that point where it is known to be no less."""
         if work_s == math.inf:
-            return Estimate(math.inf, math.inf, point.shard)
+            return replace(NO_ESTIMATE, fsdp=point.shard)
         least_s = self._solver.least_work_s(self.shape, self.degrees)
-        parts, work_s = self.shape.parts, max(work_s, least_s)
+        work_s = max(work_s, least_s)
         # What FSDP does once a step and the optimizer: all but kernels and tp collectives, without recomputation.
         once_s = max(0.0, self.whole.unlimited_s(point, is_once=True) - least_s) if self.degrees.once else 0.0
-        return Estimate(self._with_waiting((work_s - once_s) / parts, once_s / parts), work_s, point.shard)
+        if once_s >= best.once_s and work_s - once_s >= best.work_s - best.once_s:
+            return replace(best, fsdp=point.shard)  # each stage takes as long, and what happens once
+        parts = self.shape.parts
+        seconds = self._with_waiting((work_s - once_s) / parts, once_s / parts)
+        return Estimate(seconds, work_s, point.shard, once_s)
 
     @property
     def _solver(self) -> StageSolver:
@@ -162,9 +172,12 @@ class Estimator:
         """Seconds of a step whose parts take a mean of some seconds for its micro-batches, and some more once."""
         shape, steps = self.shape, self._steps
         each = [mean_s * shape.parts * share / steps for share in self._shares]
+        stage_s = [steps * seconds for seconds in each]
         if shape.is_one_f_one_b:
-            stage_s = [steps * seconds for seconds in each]
             return least_step_s(stage_s, each, shape) + sent_s(self._between, steps) + once_s
+        least_s = least_step_s(stage_s, each, shape) + once_s
+        if least_s >= self.most_s:
+            return least_s
         times = [split_times(seconds, 0.0, send_s) for seconds, send_s in zip(each, self._between, strict=True)]
         if shape.is_zero_bubble:
             weights = [_WEIGHTS * one.backward_s for one in times]

@@ -17,7 +17,7 @@ from enum import IntEnum
 from itertools import count
 
 from tpplan.plan.pipeline_plan import PipelinePlan
-from tpplan.search.pipelines.estimates import Estimate, Estimator, WholeModel, worth
+from tpplan.search.pipelines.estimates import NO_ESTIMATE, Estimate, Estimator, WholeModel, worth
 from tpplan.search.pipelines.shape_search import LEFT_OUT, Search
 from tpplan.search.pipelines.stage_solver import Degrees
 from tpplan.search.points.options import Progress
@@ -48,7 +48,7 @@ class _Candidate:
     known: _Known = field(compare=False)
     search: Search = field(compare=False)
     degrees: Degrees = field(compare=False)
-    estimate: Estimate = field(compare=False, default=Estimate(math.inf, math.inf))
+    estimate: Estimate = field(compare=False, default=NO_ESTIMATE)
 
     def is_left_out(self, least: float) -> bool:
         """True where the degrees are not worth another look, with a step of `least` seconds at hand."""
@@ -61,7 +61,8 @@ class _Candidate:
     def looked_at(self, whole: WholeModel, least: float) -> "Iterator[_Candidate]":
         """Yields the candidate with the next estimate, and one that opens up. Where nothing seems to fit there is no
         estimate by an ILP."""
-        estimator = Estimator(whole=whole, shape=self.search.shape, degrees=self.degrees)
+        most_s = worth(self.search.shape) * least
+        estimator = Estimator(whole=whole, shape=self.search.shape, degrees=self.degrees, most_s=most_s)
         match self.known:
             case _Known.BOUND:
                 found, known = estimator.unlimited(), _Known.UNLIMITED
@@ -70,8 +71,7 @@ class _Candidate:
                 if self.degrees.once and found.seconds > _SLOWER * self.seconds and False in self.search.ways_to_reduce:
                     yield replace(self, known=_Known.BOUND, degrees=replace(self.degrees, once=False))
             case _:
-                cutoff_s = worth(self.search.shape) * least
-                found, known = estimator.of_ilp(self.estimate, cutoff_s), _Known.ILP
+                found, known = estimator.of_ilp(self.estimate), _Known.ILP
         known = known if found.seconds < math.inf else _Known.ILP
         yield replace(self, seconds=max(self.seconds, found.seconds), known=known, estimate=found)
 
