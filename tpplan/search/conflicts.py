@@ -3,9 +3,10 @@
 To try a set of choices the solver fixes them and shards as little else as their edges allow, and the result is checked
 as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
 together: each of them alone may be right. A choice is dropped from a set only where the op differs both with it and
-with another in its place: one that the solver makes again by itself, as that of the op is where it shards nothing, may
-be the one that matters. One assignment stands for all that make other choices: a trial is evidence, no proof, and a
-conflict may forbid an assignment that none has tried (scripts/evidence/optimality.py looks for such).
+with every other that is possible in its place: one that the solver makes again by itself, as that of the op is where it
+shards nothing, may be the one that matters. As many choices as possible are made otherwise in one trial: trials are
+evidence, no proof, and a conflict may forbid an assignment that none has tried (scripts/evidence/optimality.py looks
+for such).
 
 A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
 rank, which do not show how a value came to be whole or a slice.
@@ -209,9 +210,9 @@ class _Finder:
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
 
     def candidates(self) -> Iterator[list[str]]:
-        """Yields sets of decisions to try, the smallest first: those blamed, those that the code that differs sees,
-        those that the modules around it see, and those of any module, which may hand on a size as a number, that give
-        a strange size. Decisions after the op matter only through sizes replaced for them."""
+        """Yields sets of decisions to try: those blamed, those that the code that differs sees, those of any module,
+        which may hand on a size as a number, that give a strange size, and those that the modules around it see.
+        Decisions after the op matter only through sizes replaced for them."""
         own = [self.node.name] if self.node is not None else []
         blamed = [*self.found.blamed, *own]
         yield [name for name in blamed if self._comes_before(name)]
@@ -224,10 +225,10 @@ class _Finder:
         seen = [*own, *self._seen_in(modules)]
         yield [name for name in seen if self._comes_before(name)]
         yield seen
-        yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
         if isinstance(self.found, Counterexample) and self.found.strange:
             computed = [node.name for node in graph.nodes if self._comes_before(node.name)]
             yield [name for name in computed if local_sizes(self.assignment, name) & self.found.strange]
+        yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
 
     def _seen_in(self, modules: list[str]) -> list[str]:
         """Decisions on values that modules' own code is given, parameters included."""
@@ -245,9 +246,8 @@ class _Finder:
         found: dict[str, frozenset[Strategy]] = {}
         space = self.formulation.space
         for name in names:
-            decider = space.deciders[name]
-            own, representative = self._picture(decider, self.assignment.strategy(name)), space.classes[name]
-            group = frozenset(s for s in space.strategies[representative] if self._picture(decider, s) == own)
+            representative = space.classes[name]
+            group = self._alike(name, self.assignment)
             if len(group) < len(space.strategies[representative]):
                 known = next((other for other in found if space.classes[other] == representative), name)
                 found[known] = found.get(known, group) & group
@@ -272,26 +272,40 @@ class _Finder:
         return shapes
 
     def is_enough(self, choices: Choices, dropped: Choices | None = None) -> bool:
-        """True where an assignment with these choices and little else sharded has the same counterexample. That of
-        `dropped` choices which it still makes is no evidence that they do not matter: an assignment that makes others
-        in their place, where there is one, must have the counterexample too."""
-        trial = _with_little_else(self.formulation, choices)
-        if trial is None or not self._is_again_in(trial):
-            return False
+        """True where an assignment with these choices and little else sharded has the same counterexample, and so have
+        others, which between them make all that is possible in the place of `dropped` choices."""
+        tried = dict(dropped or {})
+        trial, is_first = _with_little_else(self.formulation, choices), True
+        while trial is not None:
+            if not self._is_again_in(trial):
+                return False
+            tried = {name: group | self._alike(name, trial) for name, group in tried.items()}
+            try:
+                trial, is_first = self._otherwise(choices, tried), False
+            except SolverError:
+                return False  # whether there is one is not known
+        return not is_first
+
+    def _alike(self, name: str, trial: Assignment) -> frozenset[Strategy]:
+        """The strategies of a decision that look to the differing code as that of a trial does."""
         space = self.formulation.space
-        others = {
-            name: rest
-            for name, group in (dropped or {}).items()
-            if trial.strategy(name) in group and (rest := frozenset(space.strategies[space.classes[name]]) - group)
-        }
-        if not others:
-            return True
-        try:
-            other = _least_sharded(self.formulation, {**others, **choices})
-        except SolverError:
-            return False  # whether there is one is not known
-        # Where several choices cannot all be made otherwise at once, each may be by itself.
-        return self._is_again_in(other) if other is not None else len(others) == 1
+        decider, own = space.deciders[name], self._picture(space.deciders[name], trial.strategy(name))
+        return frozenset(s for s in space.strategies[space.classes[name]] if self._picture(decider, s) == own)
+
+    def _otherwise(self, choices: Choices, tried: Choices) -> Assignment | None:
+        """The assignment with these choices that makes, of decisions of which some strategies were `tried`, as many as
+        possible in another way, and shards little; None where none can be. Raises SolverError where the solver does not
+        tell."""
+        space = self.formulation.space
+        known = {space.classes[name]: group for name, group in tried.items()}
+        most = sum(max(map(_sharded, space.strategies[name])) for name in space.members)
+
+        def cost(name: str, strategy: Strategy) -> float:
+            return _sharded(strategy) + (most + 1.0) * (strategy in known.get(name, ()))
+
+        found = _of_choices(self.formulation, choices, cost) if tried else None
+        is_other = found is not None and any(found.strategy(name) not in group for name, group in tried.items())
+        return found if is_other else None
 
     def _is_again_in(self, trial: Assignment) -> bool:
         """True where an assignment has the same counterexample, and trials are left to see that."""
@@ -353,21 +367,23 @@ def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment 
     """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
     none, or the solver finds none."""
     try:
-        return _least_sharded(formulation, choices)
+        return _of_choices(formulation, choices, lambda name, strategy: _sharded(strategy))
     except SolverError:
         return None
 
 
-def _least_sharded(formulation: Formulation, choices: Choices) -> Assignment | None:
-    """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
-    none. Raises SolverError where the solver does not tell."""
+def _of_choices(
+    formulation: Formulation, choices: Choices, cost: Callable[[str, Strategy], float]
+) -> Assignment | None:
+    """The assignment of least cost with these choices that edges and conflicts allow; None where there is none. Raises
+    SolverError where the solver does not tell."""
     space = formulation.space
     allowed: dict[str, set[int]] = {}
     for name, group in choices.items():
         options = space.strategies[space.classes[name]]
         own = {i for i, strategy in enumerate(options) if strategy in group}
         allowed[space.classes[name]] = allowed.get(space.classes[name], own) & own
-    return _cheapest(formulation, allowed, lambda name, strategy: _sharded(strategy), formulation.conflicts)
+    return _cheapest(formulation, allowed, cost, formulation.conflicts)
 
 
 def _cheapest(
