@@ -34,6 +34,7 @@ WITH_TORCH = (
     *(
         "search/models",
         "search/points",
+        "search/conflicts",
         "search",
         "search/pipelines",
         "search/comparisons",

@@ -10,7 +10,8 @@ from tpplan.core.graph import Direction, Op
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.prove.counterexample import Counterexample
-from tpplan.search.conflicts import _with_little_else, conflict_of
+from tpplan.search.conflicts.smallest_conflict import conflict_of
+from tpplan.search.conflicts.trials import with_little_else
 from tpplan.search.planner import prepare
 from tpplan.search.points.options import Batch, Options
 from tpplan.search.points.request import Request
@@ -43,14 +44,14 @@ def test_a_choice_that_the_solver_makes_again_is_not_dropped() -> None:
             return None
         return Counterexample(message="it differs", blamed=(given.name,), node=op)
 
-    refuted = _with_little_else(made, {given.name: sharded})
+    refuted = with_little_else(made, {given.name: sharded})
     assert refuted is not None
     found = check(refuted)
     assert found is not None
     chosen, _ = conflict_of(found, refuted, made, check)
     options = space.strategies[space.classes[op.name]]
     sliced = frozenset(strategy for strategy in options if not strategy.results[0].is_whole)
-    right = _with_little_else(made, {given.name: sharded, op.name: sliced})
+    right = with_little_else(made, {given.name: sharded, op.name: sliced})
     assert right is not None
     assert check(right) is None
     assert refuted.strategy(given.name) in chosen[given.name]
@@ -71,14 +72,14 @@ def test_every_other_choice_is_tried_in_the_place_of_a_dropped_one(dim: int) -> 
             return None
         return Counterexample(message="it differs", blamed=(given.name,), node=op)
 
-    refuted = _with_little_else(made, {given.name: sharded})
+    refuted = with_little_else(made, {given.name: sharded})
     assert refuted is not None
     found = check(refuted)
     assert found is not None
     chosen, _ = conflict_of(found, refuted, made, check)
     options = space.strategies[space.classes[op.name]]
     sliced = frozenset(strategy for strategy in options if strategy.results[0].dim == dim)
-    right = _with_little_else(made, {given.name: sharded, op.name: sliced})
+    right = with_little_else(made, {given.name: sharded, op.name: sliced})
     assert right is not None
     assert check(right) is None
     assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"

@@ -19,6 +19,12 @@ def parent(graph: ModelGraph, module: str) -> str:
     return found
 
 
+def code_of(graph: ModelGraph, node: Op | Boundary) -> str:
+    """The module whose own code runs a node, or calls the module that an input enters."""
+    is_call = isinstance(node, Boundary) and node.direction is Direction.INPUT
+    return parent(graph, node.module) if is_call else node.module
+
+
 def given_nodes(graph: ModelGraph, module: str) -> Sequence[Op | Boundary]:
     """The nodes that give values to a module's own code: its ops, its boundaries, and outputs of its children and of
     other modules that it calls, such as a child's embedding."""

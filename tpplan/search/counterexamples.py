@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from tpplan.core.errors import ModelError, TpplanError, first_line
-from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
+from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
@@ -17,10 +17,12 @@ from tpplan.layouts.typecheck import Mistyped, typecheck
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
 from tpplan.prove.counterexample import Counterexample
-from tpplan.prove.module_scope import given_nodes, parent, shards_in
+from tpplan.prove.module_scope import code_of, given_nodes, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import Check, conflict_of, in_like_modules, in_modules_of_other_sizes, nearest
+from tpplan.search.conflicts.like_choices import in_like_calls, in_like_modules, in_modules_of_other_sizes
+from tpplan.search.conflicts.smallest_conflict import conflict_of
+from tpplan.search.conflicts.trials import Check, nearest
 from tpplan.search.models.growing_dims import GrowingDims
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.cuts import Choices, Refuted
@@ -110,8 +112,9 @@ def _forbid_one(
     logger.info("counterexample on tp %d: %s", tp, found.message)
     conflict, ends_early = conflict_of(found, assignment, formulation, check)
     node = found.node if isinstance(found, Counterexample) else None
+    called = in_like_calls(conflict, node, formulation, check, ends_early=ends_early)
     together = (
-        *in_like_modules(traced.graph, conflict, traced.model),
+        *(images for own in called for images in in_like_modules(traced.graph, own, node, traced.model)),
         *in_modules_of_other_sizes(conflict, node, formulation, traced.model, check, ends_early=ends_early),
     )
     cuts.note(_refuted(formulation, found.message, together))
@@ -190,8 +193,7 @@ def _whose_code(traced: Traced, found: Counterexample | Mistyped) -> tuple[str, 
     """The module whose code ran the op that differs, or called the module that an input enters, and its class; the loss
     and None where that is no module's."""
     node = found.node if isinstance(found, Counterexample) else None
-    is_call = isinstance(node, Boundary) and node.direction is Direction.INPUT
-    module = LOSS_SCOPE if node is None else parent(traced.graph, node.module) if is_call else node.module
+    module = LOSS_SCOPE if node is None else code_of(traced.graph, node)
     return module, None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
 
 
