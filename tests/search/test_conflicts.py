@@ -3,10 +3,12 @@
 import pytest
 import torch
 from examples import eager_to_shard
-from test_optimal import DIM, ODD, CountedModel
+from test_optimal import DIM, HIDDEN, ODD, CountedModel
+from torch import Tensor, nn
 
 import tpplan
 from tpplan.core.graph import Direction, Op
+from tpplan.core.layout import S
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.prove.counterexample import Counterexample
@@ -15,6 +17,7 @@ from tpplan.search.conflicts.trials import with_little_else
 from tpplan.search.planner import prepare
 from tpplan.search.points.options import Batch, Options
 from tpplan.search.points.request import Request
+from tpplan.solvers.problem import Status
 
 
 def formulation(length: int = ODD) -> Formulation:
@@ -83,3 +86,49 @@ def test_every_other_choice_is_tried_in_the_place_of_a_dropped_one(dim: int) -> 
     assert right is not None
     assert check(right) is None
     assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"
+
+
+class Choosy(nn.Module):
+    """Two projections alike, of which the code refuses a slice of some."""
+
+    def __init__(self, refused: tuple[str, ...]) -> None:
+        super().__init__()
+        self.refused = refused
+        self.left, self.right = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN, bias=False)
+        self.left_down, self.right_down = nn.Linear(HIDDEN, DIM, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"left": self.left(x), "right": self.right(x)}
+        if any(given[name].numel() != x.shape[1] * HIDDEN for name in self.refused):
+            raise ValueError("a slice")
+        x = x * 2
+        return x + self.left_down(given["left"].relu()) + self.right_down(given["right"].relu())
+
+
+class ChoosyModel(nn.Module):
+    def __init__(self, refused: tuple[str, ...]) -> None:
+        super().__init__()
+        self.choosy = Choosy(refused)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choosy(x).square().mean()
+
+
+@pytest.mark.parametrize("refused", [("left",), ("right",), ("left", "right")])
+def test_like_modules_are_forbidden_what_their_code_refuses_and_no_more(refused: tuple[str, ...]) -> None:
+    """One module is refused what the other may do; where both are, one counterexample shows it."""
+    plan = tpplan.solve(
+        lambda: ChoosyModel(refused),
+        lambda batch, length: {"x": torch.randn(batch, length, DIM)},
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=1,
+        micro_batch=1,
+        seq_len=ODD,
+        tp=2,
+        precision="fp32",
+        all_gpus=True,
+    )
+    columns = {name for name in ("left", "right") if plan.parameter_plans()[f"choosy.{name}.weight"].placement == S(0)}
+    assert columns == {"left", "right"} - set(refused)
+    assert plan.solver.status is Status.OPTIMAL
+    assert plan.proof.rounds == 2
