@@ -25,14 +25,20 @@ def in_like_calls(
     """Yields the choices; and those of modules like the one that has them all, which the differing code calls too,
     where a trial of these has a counterexample in that code."""
     yield choices
-    graph, module, others = formulation.space.graph, *_module_around(formulation.space.graph, choices, None)
-    code = None if node is None else code_of(graph, node)
-    if node is None or code is None or not module or within(code, module):
+    graph, classes = formulation.space.graph, formulation.space.classes
+    module, others = _module_around(graph, choices, None)
+    if node is None or not module or within(code := code_of(graph, node), module):
         return
     until = end_of(graph, node) if ends_early else None
-    for other in [name for name in others if within(name, code)][:MOST_TRIALS]:
+    # Decisions of one class choose alike: what is forbidden to one is forbidden to all.
+    known = {frozenset(classes[name] for name in choices)}
+    for other in (name for name in others if within(name, code)):
         images = _images(graph, choices, module, other)
-        trial = with_little_else(formulation, images) if images else None
+        own = frozenset(classes[name] for name in images)
+        if not images or own in known or len(known) > MOST_TRIALS:
+            continue
+        known.add(own)
+        trial = with_little_else(formulation, images)
         found = counterexample_of(trial, check, until) if trial is not None else None
         if found is not None and found.node is not None and code_of(graph, found.node) == code:
             yield images
