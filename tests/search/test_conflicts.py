@@ -30,20 +30,18 @@ def formulation(length: int = ODD) -> Formulation:
     return solver.formulate(points[0])
 
 
-def test_a_choice_that_the_solver_makes_again_is_not_dropped() -> None:
-    """An op differs where a module's input is a slice and its own result is whole. With little else sharded it is whole
-    by itself, so that the input alone seems to suffice; sharded it is right."""
-    made = formulation()
+@pytest.mark.parametrize(("length", "right_dims"), [(ODD, {2}), (8, {1}), (8, {2}), (8, {1, 2})])
+def test_a_choice_is_dropped_only_where_no_other_in_its_place_is_right(length: int, right_dims: set[int]) -> None:
+    """An op differs where a module's input is a slice, unless its own result is one in some dims. With little else
+    sharded that is whole by itself, so that the input alone seems to suffice."""
+    made = formulation(length)
     graph, space = made.space.graph, made.space
     given = next(b for b in graph.boundaries if b.module == "counted.left" and b.direction is Direction.INPUT)
     op = next(node for node in graph.nodes if isinstance(node, Op) and "relu" in node.target)
     sharded = frozenset(s for s in space.strategies[space.classes[given.name]] if s.results[0].dim is not None)
 
-    def differs(trial: Assignment) -> bool:
-        return trial.strategy(given.name) in sharded and trial.strategy(op.name).results[0].is_whole
-
     def check(trial: Assignment, _until: str | None = None) -> Counterexample | None:
-        if not differs(trial):
+        if trial.strategy(given.name) not in sharded or trial.strategy(op.name).results[0].dim in right_dims:
             return None
         return Counterexample(message="it differs", blamed=(given.name,), node=op)
 
@@ -52,40 +50,13 @@ def test_a_choice_that_the_solver_makes_again_is_not_dropped() -> None:
     found = check(refuted)
     assert found is not None
     chosen, _ = conflict_of(found, refuted, made, check)
-    options = space.strategies[space.classes[op.name]]
-    sliced = frozenset(strategy for strategy in options if not strategy.results[0].is_whole)
-    right = with_little_else(made, {given.name: sharded, op.name: sliced})
-    assert right is not None
-    assert check(right) is None
     assert refuted.strategy(given.name) in chosen[given.name]
-    assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"
-
-
-@pytest.mark.parametrize("dim", [1, 2])
-def test_every_other_choice_is_tried_in_the_place_of_a_dropped_one(dim: int) -> None:
-    """An op differs where a module's input is a slice, unless its own result is one in one dim of two."""
-    made = formulation(8)
-    graph, space = made.space.graph, made.space
-    given = next(b for b in graph.boundaries if b.module == "counted.left" and b.direction is Direction.INPUT)
-    op = next(node for node in graph.nodes if isinstance(node, Op) and "relu" in node.target)
-    sharded = frozenset(s for s in space.strategies[space.classes[given.name]] if s.results[0].dim is not None)
-
-    def check(trial: Assignment, _until: str | None = None) -> Counterexample | None:
-        if trial.strategy(given.name) not in sharded or trial.strategy(op.name).results[0].dim == dim:
-            return None
-        return Counterexample(message="it differs", blamed=(given.name,), node=op)
-
-    refuted = with_little_else(made, {given.name: sharded})
-    assert refuted is not None
-    found = check(refuted)
-    assert found is not None
-    chosen, _ = conflict_of(found, refuted, made, check)
-    options = space.strategies[space.classes[op.name]]
-    sliced = frozenset(strategy for strategy in options if strategy.results[0].dim == dim)
-    right = with_little_else(made, {given.name: sharded, op.name: sliced})
-    assert right is not None
-    assert check(right) is None
-    assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"
+    for dim in right_dims:
+        sliced = frozenset(s for s in space.strategies[space.classes[op.name]] if s.results[0].dim == dim)
+        right = with_little_else(made, {given.name: sharded, op.name: sliced})
+        assert right is not None
+        assert check(right) is None
+        assert not all(right.strategy(name) in group for name, group in chosen.items()), "what is right is forbidden"
 
 
 class Choosy(nn.Module):
