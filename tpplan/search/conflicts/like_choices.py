@@ -8,13 +8,14 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from torch import nn
 
+from tpplan.core.errors import SolverError
 from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op, within
 from tpplan.core.repeated_blocks import like_modules, members
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.readings import reading_name
 from tpplan.layouts.rules import Strategy
 from tpplan.prove.module_scope import code_of
-from tpplan.search.conflicts.trials import MOST_TRIALS, Check, counterexample_of, end_of, with_little_else
+from tpplan.search.conflicts.trials import MOST_TRIALS, Check, counterexample_of, end_of, otherwise, with_little_else
 from tpplan.search.points.cuts import Choices
 from tpplan.stages.like_modules import are_alike
 
@@ -38,7 +39,10 @@ def in_like_calls(
         if not images or own in known or len(known) > MOST_TRIALS:
             continue
         known.add(own)
-        trial = with_little_else(formulation, images)
+        try:
+            trial = otherwise(formulation, images, choices)  # with the choices themselves it would show nothing
+        except SolverError:
+            continue
         found = counterexample_of(trial, check, until) if trial is not None else None
         if found is not None and found.node is not None and code_of(graph, found.node) == code:
             yield images

@@ -4,9 +4,10 @@ To try a set of choices the solver fixes them and shards as little else as their
 as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
 together: each of them alone may be right. A choice is dropped from a set only where the op differs both with it and
 with every other that is possible in its place: one that the solver makes again by itself, as that of the op is where it
-shards nothing, may be the one that matters. As many choices as possible are made otherwise in one trial: trials are
-evidence, no proof, and a conflict may forbid an assignment that none has tried (scripts/evidence/optimality.py looks
-for such).
+shards nothing, may be the one that matters. As many choices as possible are made otherwise in one trial. Of
+the first set that suffices, decisions outside of it are not made otherwise: where one that is not blamed could make the
+op right, what is right is forbidden. So trials are evidence, no proof (scripts/evidence/optimality.py looks for what
+they hide).
 
 A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
 rank, which do not show how a value came to be whole or a slice.
@@ -30,8 +31,7 @@ from tpplan.search.conflicts.trials import (
     Check,
     counterexample_of,
     end_of,
-    of_choices,
-    sharded,
+    otherwise,
     with_little_else,
 )
 from tpplan.search.points.cuts import Choices
@@ -145,7 +145,7 @@ class _Finder:
                 return False
             tried = {name: group | self._alike(name, trial) for name, group in tried.items()}
             try:
-                trial, is_first = self._otherwise(choices, tried), False
+                trial, is_first = otherwise(self.formulation, choices, tried), False
             except SolverError:
                 return False  # whether there is one is not known
         return not is_first
@@ -155,21 +155,6 @@ class _Finder:
         space = self.formulation.space
         decider, own = space.deciders[name], self._picture(space.deciders[name], trial.strategy(name))
         return frozenset(s for s in space.strategies[space.classes[name]] if self._picture(decider, s) == own)
-
-    def _otherwise(self, choices: Choices, tried: Choices) -> Assignment | None:
-        """The assignment with these choices that makes, of decisions of which some strategies were `tried`, as many as
-        possible in another way, and shards little; None where none can be. Raises SolverError where the solver does not
-        tell."""
-        space = self.formulation.space
-        known = {space.classes[name]: group for name, group in tried.items()}
-        most = sum(max(map(sharded, space.strategies[name])) for name in space.members)
-
-        def cost(name: str, strategy: Strategy) -> float:
-            return sharded(strategy) + (most + 1.0) * (strategy in known.get(name, ()))
-
-        found = of_choices(self.formulation, choices, cost) if tried else None
-        is_other = found is not None and any(found.strategy(name) not in group for name, group in tried.items())
-        return found if is_other else None
 
     def _is_again_in(self, trial: Assignment) -> bool:
         """True where an assignment has the same counterexample, and trials are left to see that."""

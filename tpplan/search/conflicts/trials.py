@@ -77,12 +77,30 @@ def with_little_else(formulation: Formulation, choices: Choices) -> Assignment |
     """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
     none, or the solver finds none."""
     try:
-        return of_choices(formulation, choices, lambda name, strategy: sharded(strategy))
+        return _of_choices(formulation, choices, lambda name, strategy: sharded(strategy))
     except SolverError:
         return None
 
 
-def of_choices(formulation: Formulation, choices: Choices, cost: Callable[[str, Strategy], float]) -> Assignment | None:
+def otherwise(formulation: Formulation, choices: Choices, tried: Choices) -> Assignment | None:
+    """The assignment with these choices that makes, of decisions of which some strategies were `tried`, as many as
+    possible in another way, and shards little; None where none can be. Raises SolverError where the solver does not
+    tell."""
+    space = formulation.space
+    known = {space.classes[name]: group for name, group in tried.items()}
+    most = sum(max(map(sharded, space.strategies[name])) for name in space.members)
+
+    def cost(name: str, strategy: Strategy) -> float:
+        return sharded(strategy) + (most + 1.0) * (strategy in known.get(name, ()))
+
+    found = _of_choices(formulation, choices, cost) if tried else None
+    is_other = found is not None and any(found.strategy(name) not in group for name, group in tried.items())
+    return found if is_other else None
+
+
+def _of_choices(
+    formulation: Formulation, choices: Choices, cost: Callable[[str, Strategy], float]
+) -> Assignment | None:
     """The assignment of least cost with these choices that edges and conflicts allow; None where there is none. Raises
     SolverError where the solver does not tell."""
     space = formulation.space
