@@ -4,10 +4,9 @@ To try a set of choices the solver fixes them and shards as little else as their
 as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
 together: each of them alone may be right. A choice is dropped from a set only where the op differs both with it and
 with every other that is possible in its place: one that the solver makes again by itself, as that of the op is where it
-shards nothing, may be the one that matters. As many choices as possible are made otherwise in one trial. Of
-the first set that suffices, decisions outside of it are not made otherwise: where one that is not blamed could make the
-op right, what is right is forbidden. So trials are evidence, no proof (scripts/evidence/optimality.py looks for what
-they hide).
+shards nothing, may be the one that matters. As many choices as possible are made otherwise in one trial. Of the first
+set that suffices, decisions outside of it are not made otherwise: where one that is not blamed could make the op right,
+what is right is forbidden. So trials are evidence, no proof (scripts/evidence/optimality.py looks for what they hide).
 
 A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
 rank, which do not show how a value came to be whole or a slice.

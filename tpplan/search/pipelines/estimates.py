@@ -147,7 +147,7 @@ class Estimator:
         return self.whole.optimum_s(problem, point.ep, is_relaxed=is_relaxed, cutoff=cutoff)
 
     def _estimate(self, point: Point, work_s: float, best: Estimate = NO_ESTIMATE) -> Estimate:
-        """The estimate at a point, or `best` at that point where it is known to be no less."""
+        """The estimate at a point; that of `best` where neither its stages nor what happens once take less than there."""
         if work_s == math.inf:
             return replace(NO_ESTIMATE, fsdp=point.shard)
         least_s = self._solver.least_work_s(self.shape, self.degrees)
@@ -155,7 +155,7 @@ class Estimator:
         # What FSDP does once a step and the optimizer: all but kernels and tp collectives, without recomputation.
         once_s = max(0.0, self.whole.unlimited_s(point, is_once=True) - least_s) if self.degrees.once else 0.0
         if once_s >= best.once_s and work_s - once_s >= best.work_s - best.once_s:
-            return replace(best, fsdp=point.shard)  # each stage takes as long, and what happens once
+            return replace(best, fsdp=point.shard)
         parts = self.shape.parts
         seconds = self._with_waiting((work_s - once_s) / parts, once_s / parts)
         return Estimate(seconds, work_s, point.shard, once_s)
