@@ -147,7 +147,7 @@ class Estimator:
         return self.whole.optimum_s(problem, point.ep, is_relaxed=is_relaxed, cutoff=cutoff)
 
     def _estimate(self, point: Point, work_s: float, best: Estimate = NO_ESTIMATE) -> Estimate:
-        """The estimate at a point; that of `best` where neither the stages nor what happens once take less than in it."""
+        """The estimate at a point, or that of `best` where neither stages nor what happens once take less."""
         if work_s == math.inf:
             return replace(NO_ESTIMATE, fsdp=point.shard)
         least_s = self._solver.least_work_s(self.shape, self.degrees)
