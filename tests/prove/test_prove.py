@@ -28,10 +28,11 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plans
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import SHAPE, Plan, ProofStatus, SizePlan
-from tpplan.prove import structure
+from tpplan.prove import original
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
-from tpplan.prove.structure import Original, check_structure
+from tpplan.prove.original import Original
+from tpplan.prove.structure import check_structure
 from tpplan.search import counterexamples
 from tpplan.solvers.problem import Expression, Term
 from tpplan.trace.trace import trace, unchanged
@@ -338,7 +339,7 @@ def test_sizes_that_one_class_has_written_take_one_retrace(monkeypatch: pytest.M
         ran.append(args)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr(structure, "trace", counted)
+    monkeypatch.setattr(original, "trace", counted)
     plan = solve(Widths)
     assert plan.proof.cuts == ()
     assert {name: [size.local for size in sizes] for name, sizes in plan.size_plans().items()} == {

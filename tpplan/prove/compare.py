@@ -6,21 +6,25 @@ scope must be the conversions that the plan names, with their collectives.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
 
-from tpplan.core.graph import ALIAS, OWN_SCOPE, Boundary, Direction, ModelGraph, Op, within
+from tpplan.core.graph import ALIAS, OWN_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, within
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import written_operands
 from tpplan.prove.conversions_made import CONTIGUOUS, Converted, computed_by_own_code, other_conversions
 from tpplan.prove.counterexample import Counterexample, blame
 from tpplan.prove.local_nodes import LocalNodes
-from tpplan.prove.rank_nodes import difference_of, node_of, ran_node, strange_sizes, title_of
+from tpplan.prove.module_alone import nodes_of_call
+from tpplan.prove.rank_nodes import BOUNDARY, difference_of, is_like, node_of, ran_node, strange_sizes, title_of
 from tpplan.torch_internals.operators import is_op
 from tpplan.trace.fx_to_graph import IGNORED
 from tpplan.trace.record_fx import SCOPE
 
+#: sources that each rank has whole
+_WHOLE = frozenset({SourceKind.BUFFER, SourceKind.CONSTANT})
 #: ops that a rank may not need
 _NEEDLESS = frozenset({ALIAS, CONTIGUOUS})
 FRAME, SIBLING = "tpplan.frame.default", "tpplan.sibling.default"
@@ -42,6 +46,10 @@ def _difference_of_inputs(assignment: Assignment, applied: ModelGraph) -> Counte
             ours, theirs = (f"{own.kind} {own.label}" if own is not None else "nothing" for own in (source, other))
             message = f"the applied model takes {theirs} where the model takes {ours}"
             return blame(assignment, next(iter(readers), None), message)
+        shapes = graph.values[source.result].shape, applied.values[other.result].shape
+        if source.kind in _WHOLE and shapes[0] != shapes[1]:
+            message = f"{source.kind} {source.label} of shape {shapes[0]} has shape {shapes[1]} in the applied model"
+            return blame(assignment, next(iter(graph.consumers.get(source.result, ())), None), message)
     for question, other_question in zip_longest(graph.questions, applied.questions):
         if question != other_question:
             asked, told = (_asked(own) for own in (question, other_question))
@@ -125,17 +133,16 @@ def _written_storages(graph: ModelGraph) -> frozenset[str]:
     return frozenset(graph.values[name].storage for op in graph.ops for name in written_operands(op))
 
 
-def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Counterexample:
-    """The first difference of a graph that stopped; else, with `reason`, the op that would have run next."""
+def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str, module: str | None = None) -> Counterexample:
+    """The first difference of a graph that stopped; else, with `reason`, the op that would have run next. With `module`
+    the graph is that of a module which ran alone."""
     assignment = local.assignment
     computed = computed_by_own_code(assignment)
-    originals = deque(node for node in assignment.graph.nodes if node.name not in computed)
-    for node in ran.nodes:
-        is_own = node.meta.get(SCOPE) == OWN_SCOPE
-        if is_own or not is_op(node.target) or str(node.target) in _PASSED:
-            continue
+    expected = assignment.graph.nodes if module is None else nodes_of_call(assignment.graph, module)
+    originals = deque(node for node in expected if node.name not in computed)
+    for node in _ops_of(ran, module):
         if str(node.target) == SIBLING:
-            _pass_call(originals, node.args[1])
+            _pass_call(originals, str(node.args[1]))
             continue
         image = ran_node(node)
         while originals and _is_needless(assignment, originals[0], image.title):
@@ -149,6 +156,35 @@ def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Co
         if problem is not None:
             return blame(assignment, original, problem, strange_sizes(assignment, original, image))
     return blame(assignment, originals[0] if originals else None, reason)
+
+
+def is_run_of(graph: ModelGraph, module: str, ran: torch.fx.Graph) -> bool:
+    """True where a graph that stopped is that of a module which ran alone, on whole tensors, as it does in the model's
+    graph."""
+    originals = deque(nodes_of_call(graph, module))
+    constants = {source.result for source in graph.sources if source.kind is SourceKind.CONSTANT}
+    for node in _ops_of(ran, module):
+        if str(node.target) == SIBLING:
+            _pass_call(originals, str(node.args[1]))
+            continue
+        original = originals.popleft() if originals else None
+        if original is None or not is_like(node_of(graph, original), ran_node(node)):
+            return False
+        if constants.isdisjoint(original.operands) == any(own.op == "get_attr" for own in node.all_input_nodes):
+            return False
+    return not originals
+
+
+def _ops_of(ran: torch.fx.Graph, module: str | None) -> Iterator[torch.fx.Node]:
+    """Yields the ops of a graph that stopped, but tpplan's own; with `module` from the call of that module on."""
+    has_begun = module is None
+    for node in ran.nodes:
+        is_own = node.meta.get(SCOPE) == OWN_SCOPE
+        if is_own or not is_op(node.target) or str(node.target) in _PASSED:
+            continue
+        has_begun = has_begun or (str(node.target) == BOUNDARY and node.args[1] == module)
+        if has_begun:
+            yield node
 
 
 def _pass_call(originals: deque[Op | Boundary], module: str) -> None:

@@ -72,6 +72,12 @@ def difference_of(local: LocalNodes, original: Op | Boundary, image: RankNode) -
     return None
 
 
+def is_like(one: RankNode, other: RankNode) -> bool:
+    """True where two nodes are of the same op, with equal literals and shapes."""
+    titles = (own.title.partition(" in ")[0] for own in (one, other))
+    return len({*titles}) == 1 and (one.literals, one.shapes) == (other.literals, other.shapes)
+
+
 def _first_change(before: object, after: object) -> tuple[object, object]:
     """The innermost place where two literals differ."""
     if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):

@@ -13,151 +13,26 @@ code that asks for shapes is told those of one process (tpplan.prove.whole_shape
 The rules themselves are validated by brute force; the other half of the proof is tpplan.layouts.typecheck.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
 
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, Boundary, Op, enclosing
-from tpplan.core.graph_fingerprint import graph_fingerprint
+from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Op, within
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.readings import Reading
 from tpplan.layouts.rules import Call, Strategy, quotients, written_sizes
 from tpplan.layouts.size_dims import sizes_by_dims
 from tpplan.plan.compress_names import by_pattern
 from tpplan.plan.plan import ATTRIBUTE, Plan, SizePlan
-from tpplan.prove.apply_as_rank import applied_as, copied
-from tpplan.prove.compare import difference, difference_so_far
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.fewer_layers import FewerLayers
-from tpplan.prove.local_attributes import with_attributes_of
-from tpplan.prove.local_nodes import LocalNodes
-from tpplan.stages.stage_model import received_on_a_rank
-from tpplan.trace.answers.concrete_values import AtRestError
-from tpplan.trace.answers.own_failure import own_failure
-from tpplan.trace.boundary_marks import BoundaryHook
-from tpplan.trace.dedup_layers import PlanDigest
-from tpplan.trace.forward_arguments import Inputs
-from tpplan.trace.stopped_trace import TraceError
-from tpplan.trace.trace import Loss, trace
-from tpplan.trace.whole.opaque import Opaques
-
-
-@dataclass(frozen=True, kw_only=True)
-class Original:
-    """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
-    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both; `growing`
-    has the dims, as (value, dim), that grow with batch or length; None where they are not known: code is told no shapes
-    then."""
-
-    model: nn.Module
-    inputs: Inputs
-    assignment: Assignment
-    loss: Loss | None
-    cast: BoundaryHook
-    opaques: Opaques = field(default_factory=Opaques)
-    fewer: FewerLayers = field(default_factory=FewerLayers)
-    growing: Container[tuple[str, int]] | None = None
-
-    @cached_property
-    def nodes(self) -> LocalNodes:
-        """The nodes as they must be on a rank."""
-        return LocalNodes(self.assignment)
-
-    @cached_property
-    def nodes_by_name(self) -> Mapping[str, Op | Boundary]:
-        """The nodes of the model's graph by name."""
-        return {node.name: node for node in self.assignment.graph.nodes}
-
-    @cached_property
-    def _places(self) -> Mapping[str, int]:
-        return {name: place for place, name in enumerate(self.nodes_by_name)}
-
-    def place_of(self, problem: Counterexample) -> int:
-        """How far the applied model ran as it must: the place of the node that differs, among all; -1 if none does."""
-        return -1 if problem.node is None else self._places[problem.node.name]
-
-    def ran_before(self, problem: Counterexample) -> frozenset[str]:
-        """Modules whose own code ran as it must: it has ended before the node that differs."""
-        if problem.node is None:
-            return frozenset()
-        place, nodes = self._places[problem.node.name], self.assignment.graph.nodes
-        later = {"", *(node.module for node in nodes[place:])}
-        return frozenset({node.module for node in nodes} - later)
-
-    def without(self, fewer: FewerLayers) -> "Original":
-        """The model without some layers."""
-        graph = fewer.graph(self.assignment.graph)
-        assignment, opaques = replace(self.assignment, graph=graph), fewer.opaques(self.opaques)
-        return replace(self, assignment=assignment, opaques=opaques, fewer=fewer)
-
-    @cached_property
-    def is_faithful(self) -> bool:
-        """True where the model without its layers runs the nodes that are said to be left."""
-        with self.fewer.left_out(self.model):
-            own = copied(self.model)
-        try:
-            graph = trace(own, self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques)
-        except TraceError:
-            return False
-        return graph_fingerprint(graph) == graph_fingerprint(self.assignment.graph)
-
-    def difference(self, rank: int, plan: Plan, until: str | None = None) -> Counterexample | None:
-        """The first difference of the model that a rank makes by applying the plan; None where it runs the same ops,
-        with `until` as far as the end of that module's first call."""
-        plan = self.fewer.plan(plan)
-
-        def fresh() -> nn.Module:
-            with self.fewer.left_out(self.model):
-                return applied_as(self.model, plan, rank)
-
-        def stopping() -> nn.Module:
-            return _stopping_after(fresh(), until)
-
-        try:
-            applied = trace(
-                stopping(),
-                received_on_a_rank(self.inputs, plan.stage, plan.mesh.tp),
-                loss=self.loss,
-                cast=self.cast,
-                plan_digest=digest_of(plan),
-                opaques=self.opaques,
-                fresh=stopping,
-                is_compared=True,
-            )
-        except TraceError as error:
-            if isinstance(error.__cause__, _PassedError):
-                found = difference_so_far(self.nodes, error.ran, _PASSED)
-                return None if found.message.startswith(_PASSED) else found  # a line of code may follow
-            at = f", at {error.line}" if error.line else ""
-            reason = f"the applied model cannot run: {error.reason}{at}"
-            found = difference_so_far(self.nodes, error.ran, reason)
-            if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
-                raise failure from error.__cause__
-            return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
-        return difference(self.nodes, applied)
-
-
-class _PassedError(Exception):
-    """A trial has run the module that it is about."""
-
-
-#: why a trial's trace ends
-_PASSED = "the trial ends here"
-
-
-def _stopping_after(model: nn.Module, module: str | None) -> nn.Module:
-    """The model; where it has the module, one that raises _PassedError once that has run."""
-
-    def stop(*_: object) -> None:
-        raise _PassedError
-
-    own = dict(model.named_modules()).get(module) if module else None
-    if own is not None:
-        own.register_forward_hook(stop)
-    return model
+from tpplan.prove.local_attributes import Written, with_attributes_of
+from tpplan.prove.module_alone import ModuleAlone
+from tpplan.prove.module_scope import code_of, given_nodes
+from tpplan.prove.original import Original, digest_of
 
 
 def check_structure(
@@ -184,33 +59,215 @@ def check_structure(
 def _checked(
     original: Original, compared: Original, plan: Plan, ranks: Sequence[int], until: str | None = None
 ) -> Plan | Counterexample:
-    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer.
-
-    Where no sizes will do, the difference of those with which a rank came furthest: what is before it can be mended.
-    """
-    assignment, model, written = original.assignment, original.model, plan.size_plans()
+    """The plan with the sizes that some ranks must replace, of a model of which all layers are compared, or fewer."""
+    known = KnownSizes.of(original.assignment)
+    started = known.of_modules(original.assignment)
+    written = {**plan.size_plans(), **started}
     for rank in ranks:
-        differences: list[Counterexample] = []
-        while found := compared.difference(rank, plan, until):
-            own = original.nodes_by_name[found.node.name] if found.node is not None else None
-            found = replace(found, node=own, rank=rank)
-            if found.culprit is not None:
+        attempts = _Attempts(original, compared, plan, rank, until, started)
+        found = attempts.found(written)
+        if isinstance(found, Counterexample):
+            return found
+        written = found
+    known.note(original.assignment, written, (name for name in written if until is None or within(name, until)))
+    return with_sizes(plan, original.assignment.graph, written)
+
+
+#: how often a module's own code is seen to differ before it is run alone
+PATIENCE = 3
+
+
+@dataclass(slots=True)
+class KnownSizes:
+    """What checks of a graph's plans on so many tp ranks have found.
+
+    `found` has sizes by module and by the strategies that its code saw when it ran as it must; `refuted`, by what
+    decides a check, the sizes with which a refuted model came furthest, and how it differed; `unlike` are the classes
+    of modules that showed something else alone than in the model.
+    """
+
+    found: dict[str, dict[Hashable, tuple[SizePlan, ...]]] = field(default_factory=lambda: defaultdict(dict))
+    refuted: dict[Hashable, tuple[Written, Counterexample]] = field(default_factory=dict)
+    unlike: set[type[nn.Module]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, assignment: Assignment) -> "KnownSizes":
+        """Those of an assignment's graph."""
+        return assignment.graph.once((cls, assignment.tp), cls)
+
+    def of_modules(self, assignment: Assignment) -> Written:
+        """The sizes of modules whose code sees what it saw when it ran as it must."""
+        pairs = ((module, own.get(_seen_by(assignment, module))) for module, own in self.found.items())
+        return {module: sizes for module, sizes in pairs if sizes}
+
+    def note(self, assignment: Assignment, written: Written, ran: Iterable[str]) -> None:
+        """Notes the sizes `written` of modules that ran as they must."""
+        for module in ran:
+            if sizes := written.get(module):
+                self.found[module][_seen_by(assignment, module)] = sizes
+
+
+def _seen_by(assignment: Assignment, module: str) -> Hashable:
+    """The strategies of all decisions on values that a module's own code sees."""
+    graph = assignment.graph
+    decisions = graph.once(_decisions, lambda: _decisions(assignment))
+    return tuple(map(assignment.strategy, decisions[module]))
+
+
+def _decisions(assignment: Assignment) -> Mapping[str, Sequence[str]]:
+    """By module, the decisions on values that its own code sees."""
+    graph, found = assignment.graph, defaultdict[str, list[str]](list)
+    for module in {node.module for node in graph.nodes}:
+        found[module] += (node.name for node in given_nodes(graph, module))
+    for name, decider in assignment.deciders.items():
+        if isinstance(decider, Reading):
+            found[decider.module].append(name)
+    return found
+
+
+class _Attempts:
+    """Attempts at the sizes that a rank must replace.
+
+    Modules whose code sees what it saw in an earlier check start with the sizes `started` found there, as long as they
+    run as they must with these. Where a module's own code differs a second time, it is run alone from then on, if that
+    shows what the whole model shows, until it runs as it must.
+    """
+
+    def __init__(
+        self, original: Original, compared: Original, plan: Plan, rank: int, until: str | None, started: Written
+    ) -> None:
+        self.original, self.compared, self.plan, self.rank, self.until = original, compared, plan, rank, until
+        self.started = started
+        self.assignment = original.assignment
+        self.known = KnownSizes.of(original.assignment)
+        #: how often the whole model differed first in a module's own code
+        self.times: Counter[str] = Counter()
+        #: the module that is run alone now, and the sizes with which that began
+        self.alone = self._alone(until) if until is not None else None
+        self.begun: Written = {}
+
+    def found(self, written: Written) -> Written | Counterexample:
+        """The sizes with which the rank runs as it must, from those `written` on. Where no sizes will do, the
+        difference of those with which it came furthest: what is before it can be mended."""
+        key = self._key()
+        if key in self.known.refuted and (problem := self._again(*self.known.refuted[key])) is not None:
+            return problem
+        furthest: Counterexample | None = None
+        best = written
+        while problem := self._difference(written):
+            if problem.culprit is not None:
+                return problem
+            if wrong := self.started.keys() & self._modules_of(problem):
+                self.started, written = ({m: own[m] for m in own.keys() - wrong} for own in (self.started, written))
+                continue
+            if furthest is None or self.original.place_of(problem) > self.original.place_of(furthest):
+                furthest, best = problem, written
+            if (more := self._next(problem, written)) != written:
+                written = more
+            elif self.alone is not None and not self._is_shown_by_all(furthest, best):
+                furthest, written = None, self.begun
+            else:
+                self.known.refuted[key] = best, furthest
+                self.known.note(self.assignment, best, self.compared.ran_before(furthest))
+                return furthest
+        return written
+
+    def _again(self, written: Written, before: Counterexample) -> Counterexample | None:
+        """The difference of a model that was refuted with these sizes, which may be run less far than it was then."""
+        problem = self._difference(written)
+        is_other = problem is None or problem.node != before.node
+        if self.alone is not None and self._is_all(self.alone) and is_other:
+            self._run_whole(self.alone)
+            problem = self._difference(written)
+        return problem
+
+    def _key(self) -> Hashable:
+        """What decides the outcome of all attempts."""
+        return self.rank, tuple(self.compared.fewer.standing), frozenset(self.assignment.strategies.items())
+
+    def _modules_of(self, problem: Counterexample) -> set[str]:
+        """The module of the node that differs, and the one whose code runs or calls it."""
+        node = problem.node
+        return set() if node is None else {node.module, code_of(self.assignment.graph, node)}
+
+    def _next(self, problem: Counterexample, written: Written) -> Written:
+        """The sizes to try after those `written`, which give a problem; these where none is left."""
+        assignment, model = self.assignment, self.original.model
+        done = self.compared.ran_before(problem) | self.started.keys()
+        differing = _Differing(assignment, model, problem, done=done)
+        more = differing.with_sizes(written)
+        if more == written and not problem.strange:
+            more = differing.with_sizes(written, is_given=lambda size: True)
+        if more == written:
+            more = differing.with_quotients(written)
+        if more == written:
+            more = with_attributes_of(assignment, model, problem, written, self.original.growing, done=done)
+        return more
+
+    def _difference(self, written: Written) -> Counterexample | None:
+        """The first difference with these sizes, of the module that is run alone while it has one, else of the model;
+        which module is run alone from now on is decided here."""
+        if self.alone is not None:
+            found = self._seen(written, self.alone)
+            if self._is_all(self.alone) or (found is not None and found.culprit is None):
                 return found
-            differences.append(found)
-            differing = _Differing(assignment, model, found, done=compared.ran_before(found))
-            more = differing.with_sizes(written)
-            if more == written and not found.strange:
-                more = differing.with_sizes(written, is_given=lambda size: True)
-            if more == written:
-                more = differing.with_quotients(written)
-            if more == written:
-                more = with_attributes_of(assignment, model, found, written, original.growing, done=differing.done)
-            if more == written:
-                return max(differences, key=original.place_of)
-            written = more
-            named = {module or ROOT: sizes for module, sizes in written.items()}
-            plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
-    return plan
+            self.alone = None
+        found = self._seen(written)
+        if found is None or found.node is None or found.culprit is not None:
+            return found
+        module = code_of(self.assignment.graph, found.node)
+        self.times[module] += 1
+        if self.times[module] >= PATIENCE and (alone := self._alone(module)) is not None:
+            own = self._seen(written, alone)
+            if own is not None and own.node == found.node:
+                self.alone, self.begun = alone, written
+            else:
+                self._run_whole(alone)
+        return found
+
+    def _is_shown_by_all(self, problem: Counterexample, written: Written) -> bool:
+        """True where the whole model shows a difference that a module alone has shown; else that is run alone no more.
+        A trial need not show more than it has."""
+        assert self.alone is not None
+        if self._is_all(self.alone):
+            return True
+        found = self._seen(written)
+        if found is not None and found.node == problem.node:
+            return True
+        self._run_whole(self.alone)
+        return False
+
+    def _is_all(self, alone: ModuleAlone) -> bool:
+        """True where a trial is of that module and nothing else."""
+        return alone.module == self.until
+
+    def _run_whole(self, alone: ModuleAlone) -> None:
+        """Runs modules of a class alone no more, here and in later checks: that shows something else than the model."""
+        self.known.unlike.add(self._class_of(alone.module))
+        self.alone = None
+
+    def _class_of(self, module: str) -> type[nn.Module]:
+        return type(self.original.model.get_submodule(module))
+
+    def _alone(self, module: str) -> ModuleAlone | None:
+        """The module as it is run alone, found once for a graph; None where it cannot be."""
+        if module == LOSS_SCOPE or self._class_of(module) in self.known.unlike:
+            return None
+        return self.assignment.graph.once((ModuleAlone, module), lambda: self.compared.alone(module))
+
+    def _seen(self, written: Written, alone: ModuleAlone | None = None) -> Counterexample | None:
+        """The first difference with these sizes, of the model or of a module alone."""
+        plan = with_sizes(self.plan, self.assignment.graph, written)
+        until = self.until if alone is None else alone.module
+        found = self.compared.difference(self.rank, plan, until, alone)
+        own = self.original.nodes_by_name[found.node.name] if found is not None and found.node is not None else None
+        return replace(found, node=own, rank=self.rank) if found is not None else None
+
+
+def with_sizes(plan: Plan, graph: ModelGraph, written: Mapping[str, tuple[SizePlan, ...]]) -> Plan:
+    """The plan with these sizes to replace, by module name."""
+    named = {module or ROOT: sizes for module, sizes in written.items()}
+    return replace(plan, sizes=by_pattern(graph, named, lambda sizes, rename: sizes, ()))
 
 
 def find_difference(original: Original, plan: Plan) -> Counterexample | None:
@@ -282,46 +339,3 @@ def _sizes_of(
     by_dims = {size.position: size for size in sizes_by_dims(calls, placed, tp, is_given)}
     yield from by_dims.values()
     yield from (size for size in written_sizes(*placed, tp) if size.position not in by_dims)
-
-
-def _called_by_name(plan: Plan) -> dict[str, str]:
-    """The modules that a stage reads by their names: the one that is given what is received, and the one whose output
-    is sent."""
-    stage = plan.stage
-    found = {"receives": stage.received, "sends": stage.last} if stage is not None else {}
-    return {name: what for what, name in found.items() if name is not None}
-
-
-def digest_of(plan: Plan) -> PlanDigest:
-    """A function that returns all that a plan does inside a module, by names relative to the module."""
-    inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
-    tables: tuple[Mapping[str, object], ...] = (
-        plan.boundary_plans(),
-        plan.size_plans(),
-        plan.sharded_losses(),
-        plan.row_bags(),
-        dict.fromkeys(plan.drawing_modules(), True),
-        dict.fromkeys(plan.opaque_modules(), True),
-        _called_by_name(plan),
-    )
-    for kind, table in enumerate(tables):
-        for name, entry in table.items():
-            for module in enclosing(name):
-                inside[module].append((kind, name, repr(entry), ()))
-    read = [(len(tables), name, repr(own.placement), own.reads) for name, own in plan.parameter_plans().items()]
-    read += [(len(tables) + 1, name, "", own.reads) for name, own in plan.buffer_plans().items()]
-    for kind, name, placement, layouts in read:
-        reads = tuple((reader, str(layout)) for reader, layout in layouts.items())
-        for module in enclosing(name):
-            inside[module].append((kind, name, placement, reads))
-
-    @cache
-    def plan_digest(module: str) -> object:
-        return tuple(
-            sorted(
-                (kind, name.removeprefix(module), entry, tuple(sorted((r.removeprefix(module), x) for r, x in reads)))
-                for kind, name, entry, reads in inside.get(module, ())
-            )
-        )
-
-    return plan_digest

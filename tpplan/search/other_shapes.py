@@ -29,7 +29,8 @@ from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
 from tpplan.plan.sections.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.prove.fewer_layers import FewerLayers
-from tpplan.prove.structure import Original, digest_of, find_difference
+from tpplan.prove.original import Original, digest_of
+from tpplan.prove.structure import find_difference
 from tpplan.search.like_calls import LikeCalls
 from tpplan.search.models.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree

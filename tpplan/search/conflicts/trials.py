@@ -8,12 +8,14 @@ from typing import Protocol
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, TpplanError
-from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
+from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.prove.counterexample import Counterexample
+from tpplan.prove.module_alone import is_called_once
+from tpplan.prove.module_scope import code_of
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Conflict, Problem, Resource, linear_term
 
@@ -42,11 +44,10 @@ def counterexample_of(trial: Assignment, check: Check, until: str | None) -> Cou
 
 
 def end_of(graph: ModelGraph, node: Op | Boundary) -> str | None:
-    """The module whose code has a node, if it is called once; else None."""
-    if node.module in ("", LOSS_SCOPE):
-        return None
-    paths = [own.path for own in graph.boundaries if own.module == node.module and own.direction is Direction.OUTPUT]
-    return node.module if len(paths) == len(set(paths)) else None
+    """The module whose code runs a node, or calls the module that an input enters, else the module that has the node,
+    if one of them is called once; None where none is, or that is the root or the loss."""
+    names = (name for name in (code_of(graph, node), node.module) if name not in ("", LOSS_SCOPE))
+    return next((name for name in names if is_called_once(graph, name)), None)
 
 
 def nearest(

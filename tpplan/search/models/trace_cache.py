@@ -31,7 +31,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan
 from tpplan.prove.apply_as_rank import copied
-from tpplan.prove.structure import Original
+from tpplan.prove.original import Original
 from tpplan.search.models.grown_graph import grown, share_outline
 from tpplan.search.models.meta_model import Built, built_on_meta
 from tpplan.search.models.subject import Subject
