@@ -50,6 +50,31 @@ class WidthAsMovedConstant(MLP):
         return h * torch.tensor([float(h.shape[-1])]).to(h.device)
 
 
+class MeanOfData(MLP):
+    """Reads values by `.data`, which no op of torch shows."""
+
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        return h - h.data.mean(-1, keepdim=True)
+
+
+class PlaceByData(MLP):
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        return h * F.one_hot(h.data.argmax(-1), h.shape[-1])
+
+
+class NormOfData(MLP):
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        weight = self.up.weight
+        return F.linear(F.linear(x, weight / weight.data.norm(dim=0, keepdim=True)), self.down.weight).square().mean()
+
+
+class AsSubclass(MLP):
+    """Hands on a tensor with the memory of another one that no op has made."""
+
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        return h - h.detach().as_subclass(Tensor).mean(-1, keepdim=True)
+
+
 class Normalizing(torch.autograd.Function):
     """A backward that is not linear."""
 
@@ -352,6 +377,7 @@ class Named(nn.Module):
     ("model", "inputs"),
     [
         *((model, PLAIN) for model in (WidthAsConstant, WidthAsNewTensor, WidthAsMovedConstant, OwnBackward)),
+        *((model, PLAIN) for model in (MeanOfData, PlaceByData, NormOfData, AsSubclass)),
         *((model, PLAIN) for model in (HookThatReads, AuxiliaryLosses, Caught)),
         *((model, PLAIN) for model in (HookInForward, ModuleHook, ParameterHook, LossesInAList)),
         *((model, PLAIN) for model in (Reentrant, ReentrantWhole, InClosure, SelfInClosure, OnTheInstance)),

@@ -187,6 +187,12 @@ class GraphReader:
                 node.meta[SCOPE],
             )
         name = f"constant_{node.name}"
+        made = None if is_of_functorch(value) else self.storages.get(storage_key(value))
+        if made is not None and made not in self._held():
+            raise ModelError(
+                f"module {where} gives an op a tensor that shares memory with {made}, and that no op of torch made "
+                "of it in forward (as_subclass, or a view that a module keeps): use detach, view_as or clone there"
+            )
         if value.requires_grad and name not in self.values:
             what = f"a weight of shape {list(value.shape)}, which module {where} reads and none registers,"
             self.unregistered.append((what, "constant", False))
@@ -195,6 +201,11 @@ class GraphReader:
             label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()
             self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
         return Ref(name)
+
+    def _held(self) -> set[str]:
+        """The buffers and constants so far."""
+        held = (SourceKind.BUFFER, SourceKind.CONSTANT)
+        return {source.result for source in self.sources if source.kind in held}
 
     def _call(self, node: Any, names: dict[str, Argument]) -> Argument:
         if node.target is operator.getitem:

@@ -157,8 +157,9 @@ class ConcreteValues(TorchFunctionMode):
             self.guessed[asking_line()] = "about equal parts"
             func, args, kwargs = torch.Tensor.split, split, {}
         self._refuse_hidden_code(func, name, args, kwargs)
-        if getattr(func, "__self__", None) is torch.Tensor.data:
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__get__":
             self.lay_bare(args[0])
+            func = torch.Tensor.detach  # which the trace sees, unlike `.data`: the same tensor otherwise
         before, self.constant = self.constant, digest_of_constant(name, args, kwargs) or self.constant
         try:
             results = func(*args, **kwargs)
