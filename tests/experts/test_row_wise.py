@@ -204,3 +204,27 @@ def test_experts_are_left_whole_where_they_cannot_be_divided() -> None:
         NotRowWise, text, cluster=cluster, global_batch=2, seq_len=LENGTH, loss=loss, fsdp=2, all_gpus=True
     )
     assert plan.experts is None
+
+
+class Capacity(Experts):
+    """Drops the choices of an expert beyond the first ones, of which a rank sees others than one process does."""
+
+    most = 100
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        chosen = F.one_hot(index.flatten(), self.experts)
+        place = (chosen.cumsum(0) * chosen).sum(-1).view_as(index)
+        return super().forward(x, index, weight * (place <= self.most))
+
+
+class ManyRows(Experts):
+    """Runs other code on many rows."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        y = super().forward(x, index, weight)
+        return y if len(y) < 100 else y - y.mean(0)
+
+
+@pytest.mark.parametrize("kind", [Capacity, ManyRows])
+def test_code_that_differs_with_many_rows_alone_is_refused(kind: type[Experts]) -> None:
+    assert "does not compute row by row" in why_not_row_wise(kind(4, 16, 32), CALL, top_k=2, width=16, ep=2)

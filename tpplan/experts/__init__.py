@@ -4,5 +4,5 @@ In: a module that is called with rows, an index of experts and a weight for each
 experts, around which rows travel to the rank that has their expert, and back; the check, on real values, that the
 module allows it; graphs of such models that follow from those of other numbers of ranks.
 
-Imports: core, plan, torch_internals, trace.
+Imports: core, layouts, plan, torch_internals, trace.
 """

@@ -1,18 +1,25 @@
 """Finds the modules of experts in a graph, by how they are called and what weights they have.
 
 Such a module is called once, with rows [T, D], an index [T, K] of integers and a weight [T, K], and returns [T, D'];
-it has weights of its own, all with as many slices along dim 0 as there are experts, and none below it. That it computes
-row by row is seen by running it (tpplan.experts.row_wise).
+it has weights of its own, all with as many slices along dim 0 as there are experts, and none below it. No other code
+sees what it has and computes (tpplan.experts.closed_module). That it computes row by row is seen by running it
+(tpplan.experts.row_wise).
 """
 
 from collections.abc import Mapping
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Value
+from tpplan.experts.closed_module import why_not_closed
 from tpplan.plan.plan import ExpertCall
 
 
 def find_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
     """Finds the modules of experts: how each is called, by its name. In `graph` each rank has all experts."""
+    return {module: call for module, call in called_as_experts(graph).items() if not why_not_closed(graph, module)}
+
+
+def called_as_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
+    """How each module that is called as experts are, and has such weights, is called, by its name."""
     crossings: dict[str, list[Boundary]] = {}
     for boundary in graph.boundaries:
         crossings.setdefault(boundary.module, []).append(boundary)

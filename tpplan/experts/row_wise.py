@@ -4,7 +4,8 @@ A rank with a share of the experts runs the module on other rows than one proces
 with one expert. The module allows that where its result for a token is the sum, over the token's experts, of what it
 gives for the token and that expert alone, by that expert's weights alone. Both are computed here on random numbers, in
 a copy of the module whose weights are small: results and all gradients must agree, also where some experts, and some
-ranks, get no rows. Modules that draw random numbers, have buffers, or keep a number of experts are refused.
+ranks, get no rows, and where one expert gets thousands. Modules that draw random numbers, have buffers, or keep a
+number of experts are refused.
 """
 
 import copy
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import TpplanError, first_line
 from tpplan.core.graph import ModelGraph
+from tpplan.experts.closed_module import why_not_closed
 from tpplan.experts.expert_share import SHARE, counted
 from tpplan.plan.plan import ExpertCall
 from tpplan.torch_internals.modules import own_parameters
@@ -33,6 +35,8 @@ MOST_ELEMENTS = 2**22
 _ROW = 16
 #: rows that the module is run on, for each expert
 _ROWS_PER_EXPERT = 2
+#: many rows, of which code that has a capacity drops some; and most rows times experts
+_MOST_ROWS, _MOST_PAIRS = 4096, 2**20
 
 
 def why_not_divided(model: nn.Module, graph: ModelGraph, calls: Mapping[str, ExpertCall], ep: int) -> str:
@@ -44,6 +48,8 @@ def why_not_divided(model: nn.Module, graph: ModelGraph, calls: Mapping[str, Exp
         shapes = {b.path: graph.values[b.result].shape for b in graph.boundaries if b.module == name}
         if missing := {call.rows, call.index, call.weight} - shapes.keys():
             return f"module {name}: no tensor enters it as {min(missing)!r}"
+        if why := why_not_closed(graph, name):
+            return f"module {name}: {why}"
         top_k, width = shapes[call.index][-1], shapes[call.rows][-1]
         key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())
         if key not in ran:
@@ -124,13 +130,13 @@ def _difference(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep:
 
 def _routings(experts: int, top_k: int) -> Iterator[Tensor]:
     """Yields indices [T, K] of experts: at random, at random with one expert a row, all rows to the same experts (the
-    others, and ranks that have no more, get none), and all rows to the last expert alone."""
-    tokens = _ROWS_PER_EXPERT * experts
-    drawn = torch.rand(tokens, experts, device="cpu").topk(top_k).indices
-    yield drawn
-    yield drawn[:, :1]
-    yield torch.arange(top_k, device="cpu").repeat(tokens, 1)
-    yield torch.full((tokens, 1), experts - 1, device="cpu")
+    others, and ranks that have no more, get none), and all rows to the last expert alone; of few rows and of many."""
+    for tokens in (_ROWS_PER_EXPERT * experts, min(_MOST_ROWS, _MOST_PAIRS // experts)):
+        drawn = torch.rand(tokens, experts, device="cpu").topk(top_k).indices
+        yield drawn
+        yield drawn[:, :1]
+        yield torch.arange(top_k, device="cpu").repeat(tokens, 1)
+        yield torch.full((tokens, 1), experts - 1, device="cpu")
 
 
 def _gradients(results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, weight: Tensor) -> dict[str, Tensor]:
