@@ -4,6 +4,7 @@ A forward may not ask buffers: what they hold when training runs is not known, a
 """
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,57 @@ def test_a_forward_may_not_ask_a_buffer_which_may_change() -> None:
 def test_an_index_made_of_an_activation_is_named_as_such() -> None:
     with pytest.raises(ModelError, match=r"asks a tensor for its values(.|\n)*test_builder_values"):
         solved(IndexesByValue)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def compiled_blocks() -> nn.Module:
+    return nn.Sequential(*(torch.compile(Block(), backend="eager") for _ in range(2)))
+
+
+def compiled_whole() -> nn.Module:
+    return torch.compile(nn.Sequential(Block(), Block()), backend="eager")
+
+
+@pytest.mark.parametrize("build", [compiled_blocks, compiled_whole])
+def test_what_is_compiled_is_planned_under_its_own_names(build: Callable[[], nn.Module]) -> None:
+    assert [name for name, _ in built_on_meta(build, is_half=False).model.named_children()] == ["0", "1"]
+    plan = tpplan.solve(
+        build,
+        lambda batch: {"input": torch.zeros(batch, 4, 32)},
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=4,
+        loss=lambda y, _: y.square().mean(),
+        tp=2,
+    )
+    owners = {name.rpartition(".")[0] for name in plan.parameter_plans()}
+    assert owners == {f"{block}.{name}" for block in range(2) for name in ("up", "down")}
+
+
+class AsksAWeight(nn.Module):
+    """Has no forward of its class, and asks what no plan knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.forward = self.run
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.linear(x + 1 if self.linear.weight.sum() > 0 else x).sum()
+
+
+def test_a_root_that_cannot_run_whole_is_refused_and_not_tried_forever() -> None:
+    with pytest.raises(ModelError, match="asks a tensor for its values, which depend on weights"):
+        tpplan.solve(
+            AsksAWeight,
+            lambda batch: {"x": torch.zeros(batch, 8)},
+            cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+            global_batch=4,
+        )

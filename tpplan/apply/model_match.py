@@ -10,10 +10,11 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.experts.expert_share import whole_shape
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
+from tpplan.torch_internals.modules import COMPILED
 from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
 #: parts that checkpoint and compile wrappers add to module names; state_dict and plans leave them out
-_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module", COMPILED)
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,6 +21,7 @@ from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.probes import Probe
 
 __all__ = [
+    "COMPILED",
     "PROBES",
     "FSDPParamGroup",
     "end_of_backwards",
@@ -38,6 +39,10 @@ __all__ = [
     "tensors_in_place",
     "unit_name",
 ]
+
+
+#: the name that the wrapper of torch.compile gives the module in it
+COMPILED = "_orig_mod"
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

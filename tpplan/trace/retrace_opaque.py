@@ -126,6 +126,8 @@ class _Marks:
             raise error
         assert name is not None
         while name in self.opaques.reasons or not (has_forward(modules[name]) and self._is_closed(name)):
+            if not name:
+                raise error
             name = self._around(name)
         like = {id(modules[other]) for other in self._alike(name)}
         names = [other for other, module in modules.items() if id(module) in like]

@@ -17,7 +17,7 @@ from tpplan.search.models.model_spec import UserCodeError
 from tpplan.stages.like_modules import LikeModules
 from tpplan.stages.stage_model import as_stage
 from tpplan.stages.stub import Stub
-from tpplan.torch_internals.modules import own_buffers, own_children, own_parameters
+from tpplan.torch_internals.modules import COMPILED, own_buffers, own_children, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.hooks.parameter_names import register_names
@@ -96,6 +96,7 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
+    model = _uncompiled(model)
     _put_on_meta(model)
     register_names(model)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
@@ -104,6 +105,16 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return Built(model=model, dtypes=dtypes, notes=notes, alike=LikeModules(model))
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model with modules in place of what torch.compile makes of them: a plan names them without the wrapper."""
+    for module in model.modules():
+        children = own_children(module)
+        for name, child in children.items():
+            if child is not None and COMPILED in own_children(child):
+                children[name] = own_children(child)[COMPILED]
+    return own_children(model).get(COMPILED) or model
 
 
 class _Building(ConcreteValues):
