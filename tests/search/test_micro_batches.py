@@ -8,6 +8,7 @@ from examples import NAMES, eager_to_shard, example, machine
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.core.errors import ModelError
 from tpplan.core.graph import ModelGraph
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import Attention, Matmul, MemoryBound, kernel_time
@@ -173,6 +174,39 @@ def test_code_that_does_other_things_at_larger_batches_is_traced_at_each() -> No
     ]
     assert plan.predicted.step_time_s == pytest.approx(min(p.predicted.step_time_s for p in pinned), rel=1e-9)
     assert "as if the code" not in " ".join(plan.solver.unsearched or ())
+
+
+class OverRows(nn.Module):
+    """Takes statistics over rows, which one row has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(32, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).square().mean()
+
+
+def one_vector_a_row(batch: int) -> dict[str, Tensor]:
+    return {"x": torch.zeros(batch, 32)}
+
+
+def test_sizes_that_are_too_small_for_the_code_are_left_out() -> None:
+    def planned(**pinned: int) -> Plan:
+        return tpplan.solve(
+            OverRows,
+            one_vector_a_row,
+            cluster=Cluster(gpus=2, gpus_per_node=2, profile=machine()),
+            global_batch=8,
+            **pinned,
+        )
+
+    plan = planned()
+    assert plan.batch.micro_batch > 1
+    (line,) = (own for own in plan.solver.unsearched or () if "micro-batches below 2" in own)
+    assert "Expected more than 1 value per channel when training" in line
+    with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
+        planned(micro_batch=1)
 
 
 @pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80gb", "b200", "cpu-gloo"])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import InfeasibleError, SolverError, UsageError, first_line
+from tpplan.core.errors import InfeasibleError, ModelError, SolverError, UsageError, first_line
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import module_name
@@ -201,7 +201,24 @@ def prepare(
     """The solver of a request, its points, and lines on meshes that are left out."""
     points, unsearched = points_of(request, tp=options.tp, fsdp=options.fsdp)
     traces = TraceCache(request.subject, reuse or Reuse())
-    return PointSolver(request=request, traces=traces), applicable(points, request, traces), unsearched
+    points, too_small = _traceable(points, traces)
+    return PointSolver(request=request, traces=traces), applicable(points, request, traces), (*unsearched, *too_small)
+
+
+def _traceable(points: list[Point], traces: TraceCache) -> tuple[list[Point], tuple[str, ...]]:
+    """The points without the smallest micro-batches at which the model's code fails, as statistics over one row do; and
+    a line on these. Raises what the smallest one raises where it fails at all."""
+    failed: ModelError | None = None
+    for size in sorted({point.micro_batch for point in points}):
+        try:
+            traces.traced(size)
+        except ModelError as error:
+            failed = failed or error
+            continue
+        lines = (f"micro-batches below {size}: {first_line(failed)}",) if failed is not None else ()
+        return [point for point in points if point.micro_batch >= size], lines
+    assert failed is not None
+    raise failed
 
 
 @rarely_collected()
