@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from test_report import BOUNDARIES, DIM, HIDDEN, PARAMETERS, make_plan, parameter
+from test_report import BOUNDARIES, DIM, HIDDEN, PARAMETERS, boundary, make_plan, parameter
 
-from tpplan.core.layout import S
+from tpplan.core.layout import P, R, S
 from tpplan.core.mesh import Axis
 from tpplan.core.units import MIB
 from tpplan.plan.plan import CollectivePlan, Pass, Plan, Recompute
@@ -51,6 +51,21 @@ def test_columns_talk_to_no_one_and_rows_add_up(plan: Plan) -> None:
         "what it computes from them is a summand of the whole output; forward, one reduce-scatter of 64.0 MiB, 210 us "
         "(32 in a step); backward, one all-gather of 64.0 MiB, 210 us (32 in a step)."
     )
+
+
+def test_a_fused_weight_is_split_by_columns_though_a_module_inside_gives_summands(plan: Plan) -> None:
+    """What the module returns are summands of its child's rows."""
+    fused = parameter(S(0), 3 * DIM, DIM, read=replace(S(0), parts=(DIM, DIM, DIM)))
+    inside = parameter(S(1), DIM, DIM)
+    own = replace(
+        plan,
+        parameters={"attention.in_proj_weight": fused, "attention.out_proj.weight": inside},
+        boundaries={"attention": boundary(outputs={"output": (P, R)})},
+        collectives=(),
+    )
+    first, second, *_ = said(own, "attention")
+    assert first.startswith("attention: split by columns")
+    assert second.startswith("attention.out_proj: split by rows")
 
 
 def test_heads_are_counted_where_the_plan_knows_them(plan: Plan) -> None:

@@ -71,11 +71,22 @@ class ModuleRow:
         matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
         if len(matrices) == 1 and len(self.main.shape) == 2:
             summands = any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values())
+            if self._splits_outputs:  # summands are of a module inside then
+                return Style.COLUMN
             if summands or any(P in parameter.reads.values() for parameter in self.parameters.values()):
                 return Style.ROW  # only a matrix split along the dim it sums over gives summands
             if self.main.placement.dim == 0:
                 return Style.COLUMN
         return f"{Style.SPLIT} {self.main.placement.dim}"
+
+    @property
+    def _splits_outputs(self) -> bool:
+        """True for a matrix split along dim 0 together with a bias, or part by part as several matrices in one are."""
+        if self.main is None or self.main.placement.dim != 0:
+            return False
+        vectors = (own for own in self.parameters.values() if len(own.shape) == 1)
+        has_parts = any(own.parts or own.each for own in (self.main.placement, *self.main.reads.values()))
+        return has_parts or any(own.placement.kind is LayoutKind.SHARD for own in vectors)
 
     @property
     def weights(self) -> Iterator[str]:

@@ -35,8 +35,9 @@ def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -
         }
         places = [place for place in found if place not in said]
         said.update(places)
-        text = [_weights(own, plan)] if own[0].main is not None and plan.mesh.tp > 1 else []
-        text += [line for place in places for line in _exchanges(plan, place, seconds_of)]
+        exchanges = [line for place in places for line in _exchanges(plan, place, seconds_of)]
+        text = [_weights(own, plan, sends=bool(exchanges))] if own[0].main is not None and plan.mesh.tp > 1 else []
+        text += exchanges
         if text:
             yield f"{_names(own)}: {'; '.join(text)}."
     yield from _whole(plan, shows)
@@ -62,8 +63,9 @@ def _names(rows: Sequence[ModuleRow]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _weights(rows: Sequence[ModuleRow], plan: Plan) -> str:
-    """How the weights of modules of one style lie, and what a GPU computes with them."""
+def _weights(rows: Sequence[ModuleRow], plan: Plan, *, sends: bool) -> str:
+    """How the weights of modules of one style lie, what a GPU computes with them, and that it sends nothing where
+    that is not said otherwise."""
     main, tp = rows[0].main, plan.mesh.tp
     assert main is not None
     if main.placement.dim is None:
@@ -78,7 +80,7 @@ def _weights(rows: Sequence[ModuleRow], plan: Plan) -> str:
         case Style.COLUMN:
             return (
                 f"split by columns: from the whole input each of {tp} GPUs computes "
-                f"{_share(rows, plan, ' outputs')}, and sends nothing"
+                f"{_share(rows, plan, ' outputs')}{'' if sends else ', and sends nothing'}"
             )
         case Style.ROW:
             return (
