@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from examples import eager_to_shard, example, solve_example
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -81,7 +82,22 @@ class Named(Tied):
         self.head.decoder.weight = self.embed.weight
 
 
-BUILDERS = {"tied": Tied, "tuned": Tuned, "named": Named}
+class Sized(nn.Module):
+    """Has numbers of heads in its code, which a rank's own would replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = (own(x).view(*tokens.shape, 4, 8).transpose(1, 2) for own in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(*tokens.shape, 32)
+        return self.head(x + self.o(y))
+
+
+BUILDERS = {"tied": Tied, "tuned": Tuned, "named": Named, "sized": Sized}
 
 
 @functools.cache
@@ -174,6 +190,7 @@ CASES = {
     "two names, whole": ("named", 2, {"tp": 2, "pins": {"embed": "replicated", "up": "columns", "down": "rows"}}),
     "frozen": ("tuned", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
     "no boundary between": ("mlp", 2, {"tp": 2}),
+    "sizes in code": ("sized", 2, {"tp": 2, "pins": dict.fromkeys("qkv", "columns") | {"o": "rows"}}),
     "whole between layers": ("gpt", 2, {"tp": 2, "pins": MEGATRON}),
 }
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from torch import nn
 
 from tpplan.core.errors import ExportError, VerificationError
-from tpplan.core.graph import Boundary, Direction, Op
+from tpplan.core.graph import Boundary, Direction, Op, within
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
@@ -49,15 +49,14 @@ def at_own_layers(
     outputs, and what follows runs whole. `products` are layers besides nn.Linear that the form can cut (cut_products).
     Raises ExportError where the model is then not the same, or a layer has no style.
     """
-    styles = _styles(laid, {}, products, gathers=gathers)
-    try:
-        return _proven(laid, styles, products)
-    except ExportError:
-        more = _beside_created(laid, styles, products) if gathers else {}
-        if not more:
-            raise
-    styles = _styles(laid, more, products, gathers=True)
-    return _proven(laid, styles, products)
+    known: dict[str, Style] = {}
+    for more in (_beside_created, _beside_sizes) if gathers else ():
+        styles = _styles(laid, known, products, gathers=True)
+        try:
+            return _proven(laid, styles, products)
+        except ExportError:
+            known |= more(laid, styles, products)
+    return _proven(laid, _styles(laid, known, products, gathers=gathers), products)
 
 
 def cut_products(laid: LaidOut) -> dict[str, Style]:
@@ -112,6 +111,17 @@ def _beside_created(laid: LaidOut, styles: Mapping[str, Style], products: Mappin
     reached = (reader for op in created for reader in _readers(laid, styles, op))
     found = (layer for reader in reached for layer in _columns_behind(laid, styles, reader))
     return dict.fromkeys(found, Style.COLUMNS_GATHERED)
+
+
+def _beside_sizes(laid: LaidOut, styles: Mapping[str, Style], products: Mapping[str, Style]) -> dict[str, Style]:
+    """Returns the style of gathering for the layers inside modules whose code has sizes that the plan replaces, which
+    this form does not."""
+    sized = laid.plan.size_plans().keys() - products.keys()
+    return {
+        name: Style.COLUMNS_GATHERED
+        for name, style in styles.items()
+        if style is Style.COLUMNS and any(within(name, module) for module in sized)
+    }
 
 
 def _styles(
