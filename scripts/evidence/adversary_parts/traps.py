@@ -706,7 +706,42 @@ class LayerWrites(Stack):
             return F.gelu(h) / (1 + self.peak)
 
 
-# ---- 6: hooks on what is saved; ids
+# ---- 6: values that no op of torch shows; lists written to at once
+
+
+@trap("the mean by .data")
+class MeanOfData(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            return F.gelu(h) - h.data.mean(-1, keepdim=True)
+
+
+@trap("weights normalized by .data")
+class NormOfData(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            weight = self.down.weight
+            return F.gelu(h) * (weight / weight.data.norm(dim=1, keepdim=True)).sum(0)
+
+
+@trap("a subclass of a tensor")
+class AsSubclass(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            return F.gelu(h) - h.detach().as_subclass(Tensor).amax(-1, keepdim=True)
+
+
+@trap("lists of tensors are written to at once")
+class ForEach(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            parts = [part.clone() for part in F.gelu(h).chunk(2, -1)]
+            torch._foreach_mul_(parts, 2.0)
+            torch._foreach_add_(parts, [part.detach().mean(-1, keepdim=True) for part in parts])
+            return torch.cat(parts, -1)
+
+
+# ---- 7: hooks on what is saved; ids
 
 
 @trap("saved tensors are normalized")
