@@ -12,9 +12,7 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, ModelGraph, Op, Source, Sourc
 from tpplan.core.layout import R_STAR, Conversion, P, R
 from tpplan.layouts.rules import OPAQUE, Strategy, written_operands
 from tpplan.layouts.rules.call import base_target, registered_rules
-
-#: ops that write to an operand without saying so in their name or schema: running statistics
-_WRITE_SILENTLY = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
+from tpplan.layouts.rules.reduction import STATISTICS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ def _changed_storages(graph: ModelGraph) -> frozenset[str]:
     found: set[str] = set()
     for op in graph.ops:
         known = op.is_pointwise or op.target in registered_rules() or base_target(op.target) in registered_rules()
-        is_plain = known and op.target not in _WRITE_SILENTLY and op.target != OPAQUE and op.module != LOSS_SCOPE
+        is_plain = known and op.target not in STATISTICS and op.target != OPAQUE and op.module != LOSS_SCOPE
         names = written_operands(op) if is_plain else op.operands
         found.update(graph.values[name].storage for name in names)
     return frozenset(found)

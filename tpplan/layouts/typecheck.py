@@ -15,7 +15,8 @@ a rule has every operand that carries a gradient R, or every one R*.
 (4) The loss is R, and so are the model's outputs, tensors that forward leaves behind included, unless the plan says
 that they are sharded.
 (5) The plan names nothing that the graph does not have, and gives every parameter the graph's names and shape.
-(6) Where code writes to a parameter, it writes to no copy, and not twice (tpplan.layouts.parameter_writes).
+(6) Where code writes to a parameter, it writes to no copy, and not twice (tpplan.layouts.parameter_writes); where it
+writes to a buffer from rows of the batch and reads it, all ranks have the same rows (tpplan.layouts.buffer_writes).
 
 An op's operands determine its results, with two exceptions: an expanded dim may be whole or a slice, depending on the
 size it is expanded to, and so may a tensor that is created and written to later. So `_forward` keeps all possible

@@ -107,7 +107,11 @@ def group_norm(call: Call) -> Iterable[Strategy]:
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
 
 
-@op_rule("aten.batch_norm.default", "aten.instance_norm.default")
+#: target -> the positions of running statistics, which an op with a true sixth argument writes to and does not read
+STATISTICS = {"aten.batch_norm.default": (3, 5), "aten.instance_norm.default": (3, 5)}
+
+
+@op_rule(*STATISTICS)
 def statistics_norm(call: Call) -> Iterable[Strategy]:
     """b batch, c channels, each with its own mean and variance, which are those of the batch or given.
 

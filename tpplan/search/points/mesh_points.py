@@ -9,6 +9,7 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.kernels import dtype_name
+from tpplan.layouts.buffer_writes import why_apart
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.plan.plan import Precision, Recompute, uses_fsdp
 from tpplan.search.models.trace_cache import TraceCache, Traced
@@ -96,7 +97,8 @@ def applicable(points: list[Point], request: Request, traces: TraceCache) -> lis
         if obstacle := why_not_recomputed(traced.graph, unit, request.recompute or Recompute.NONE):
             raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
     untouched = traced.opaques.untouched
-    points = _untouched(_written(points, request, traced), request, untouched)
+    points = _with_one_buffer(_written(points, request, traced), traced.graph)
+    points = _untouched(points, request, untouched)
     return points if untouched else _within_fsdp(points, request, traces, traced)
 
 
@@ -117,6 +119,17 @@ def _written(points: list[Point], request: Request, traced: Traced) -> list[Poin
         raise UsageError(
             f"{again}, and would again where that layer is recomputed: leave out --recompute {request.recompute}, or "
             "write to it after optimizer.step() instead"
+        )
+    return kept
+
+
+def _with_one_buffer(points: list[Point], graph: ModelGraph) -> list[Point]:
+    """Points on whose mesh all ranks write the same to buffers that training reads."""
+    kept = [point for point in points if not why_apart(graph, point.mesh)]
+    if not kept:
+        raise UsageError(
+            f"{why_apart(graph, points[0].mesh)}: plan with --fsdp 1 and as many GPUs as --tp, or write to it after "
+            "optimizer.step(), from what all ranks have, instead"
         )
     return kept
 
