@@ -222,7 +222,6 @@ def sharded(plan: Plan) -> set[str]:
         (Hooked, "layers.*.mix.layer", "has a parameter with a gradient hook", 2),
         (Shares, "layers.*.mix", "torch.cond", 2),
         pytest.param(Numbers, "layers.*.mix", "values, which depend on weights", RANKS, marks=pytest.mark.long),
-        pytest.param(Hooked, "layers.*.mix.layer", "gradient hook", RANKS, marks=pytest.mark.long),
         pytest.param(Normed, None, "", RANKS, marks=pytest.mark.long),
         pytest.param(Picks, "layers.*.mix", "torch.cond", RANKS, marks=pytest.mark.long),
         pytest.param(Iterates, "layers.*.mix", "while_loop", RANKS, marks=pytest.mark.long),

@@ -95,7 +95,8 @@ def check_filled(model: nn.Module, plan: Plan) -> None:
 def _check_hooks(model: nn.Module, plan: Plan) -> None:
     """Raises PlanMismatchError for a hook on a gradient that would be lost when its parameter is replaced by a DTensor.
 
-    A plan made for a model with such hooks lists the modules around them as running whole, which keep their hooks.
+    A plan made for a model with such hooks lists the modules around them as running whole, which keep their hooks. On
+    data-parallel ranks it is refused too, as it would see each rank's own gradient.
     """
     if plan.mesh.tp == 1 and not uses_fsdp(plan.mesh, plan.precision):
         return
@@ -106,10 +107,17 @@ def _check_hooks(model: nn.Module, plan: Plan) -> None:
         if any(within(plan_name(name), module) for module in plan.opaque_modules())
     }
     for name, parameter in named:
+        is_kept = id(parameter) in kept
         kinds = {
             "its accumulated gradient": accumulated_hooks(parameter),
-            "its gradient": gradient_hooks(parameter) if id(parameter) not in kept else None,
+            "its gradient": gradient_hooks(parameter) if not is_kept else None,
         }
+        if is_kept and gradient_hooks(parameter) and plan.mesh.data_parallel > 1:
+            raise PlanMismatchError(
+                f"parameter {name} has a hook on its gradient (register_hook), which on {plan.mesh.data_parallel} "
+                "data-parallel ranks would see each rank's own gradient: call register_post_accumulate_grad_hook after "
+                "apply_plan instead, or solve for the model that has the hook"
+            )
         if what := next((what for what, hooks in kinds.items() if hooks), ""):
             raise PlanMismatchError(
                 f"parameter {name} has a hook on {what}, which would stay behind on the old parameter: register it "

@@ -63,7 +63,9 @@ def why_apart(graph: ModelGraph, mesh: Mesh) -> str:
 
 def _buffers_written(graph: ModelGraph) -> Iterator[BufferWrite]:
     buffers = {
-        graph.values[source.result].storage: source.label for source in graph.sources if source.kind is SourceKind.BUFFER
+        graph.values[source.result].storage: source.label
+        for source in graph.sources
+        if source.kind is SourceKind.BUFFER
     }
     last = {buffers[storage]: op for op in graph.ops for storage in _written(graph, op) if storage in buffers}
     left = {path.removeprefix(LEFT_AT): value for path, value in graph.outputs if path.startswith(LEFT_AT)}

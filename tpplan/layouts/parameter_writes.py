@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tpplan.core.graph import ModelGraph, Op, within
 from tpplan.core.mesh import Mesh
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.rules import OPAQUE, written_operands
+from tpplan.layouts.rules import OPAQUE, base_target, written_operands
 from tpplan.plan.plan import Precision, Recompute
 
 #: prefixes of ops whose results selective recomputation may keep
@@ -46,7 +46,7 @@ def _writes_of(graph: ModelGraph) -> Iterator[Write]:
     labels = {graph.values[source.result].storage: source.label for source in graph.parameters}
     seen: set[tuple[str, str]] = set()
     for op in graph.ops:
-        for name in written_operands(op):
+        for name in written_operands(op) if op.results or base_target(op.target) != op.target else ():
             label = labels.get(graph.values[name].storage)
             if label is not None and (label, op.module) not in seen:
                 seen.add((label, op.module))

@@ -1,6 +1,6 @@
 """Builds the Plan of an assignment, with its price and the search's certificate."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -57,12 +57,10 @@ from tpplan.plan.plan import (
 )
 from tpplan.search.models.trace_cache import Traced
 from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.rank_notes import Parts, listed, notes_on_rows
 from tpplan.search.tp_shares import tp_shares
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import path_of
-
-#: largest number of places that a note names
-_SHOWN = 3
 
 
 def plan_of(
@@ -121,11 +119,16 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.notes) or None,
+        notes=_notes(traced, assignment, request.unused_outputs, priced) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
         stage=_measured(request.stage, assignment, priced, solver.traces.reuse.executor),
     )
+
+
+def _notes(traced: Traced, assignment: Assignment, unused: Collection[str], priced: Priced) -> tuple[str, ...]:
+    on_outputs = _notes_on_outputs(assignment, unused)
+    return *traced.notes, *on_outputs, *notes_on_rows(traced, Parts.of(assignment)), *priced.notes
 
 
 def _measured(stage: StagePlan | None, assignment: Assignment, priced: Priced, executor: Executor) -> StagePlan | None:
@@ -166,11 +169,6 @@ def _notes_on_outputs(assignment: Assignment, unused: Collection[str]) -> Iterat
     yield from _returned_whole(assignment, unused)
 
 
-def _listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
 def _left_whole(assignment: Assignment) -> Iterator[str]:
     """Yields a note on tensors that the forward leaves on modules and that stay whole."""
     left = [
@@ -180,7 +178,7 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
     ]
     if left:
         yield (
-            f"tensors that the forward leaves at {_listed(left)} stay whole, as outputs do; where nobody reads one "
+            f"tensors that the forward leaves at {listed(left)} stay whole, as outputs do; where nobody reads one "
             "with its gradient, name it in unused_outputs or detach it, so that it may be sharded"
         )
 
@@ -195,7 +193,7 @@ def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator
         return
     size = format_bytes(sum(value.num_bytes for value in whole.values()))
     yield (
-        f"the model returns {_listed(list(whole))}: {size} for a micro-batch, whole on every rank, so that what makes "
+        f"the model returns {listed(list(whole))}: {size} for a micro-batch, whole on every rank, so that what makes "
         "them is gathered or not divided at all; where training reads none of them, name them in unused_outputs, or "
         "return them no longer (a cache: use_cache=False)"
     )
@@ -207,7 +205,7 @@ def _left_divided(assignment: Assignment, unused: Collection[str]) -> Iterator[s
     divided = [path for path, value in found if path not in unused and assignment.layout(value) != R]
     if divided:
         yield (
-            f"the outputs {_listed(divided)}, which the loss does not read, stay divided: forward returns them as "
+            f"the outputs {listed(divided)}, which the loss does not read, stay divided: forward returns them as "
             "DTensors, whose full_tensor() is the whole"
         )
 

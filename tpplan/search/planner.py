@@ -25,6 +25,7 @@ from tpplan.search.points.options import Allows, Batch, Cluster, Options, Progre
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.search.points.unsearched import WITHOUT_UNITS_OVER_TP
+from tpplan.search.rank_notes import Parts, notes_on_rows
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
@@ -259,7 +260,7 @@ def price(
         unruled_ops=priced.unruled_ops,
         tp_shares=counted_again(loaded.tp_shares, assignment, traces.reuse.executor, priced.op_seconds),
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
-        notes=(*traced.notes, *priced.notes) or None,
+        notes=(*traced.notes, *notes_on_rows(traced, Parts.of(assignment)), *priced.notes) or None,
     )
 
 

@@ -96,6 +96,19 @@ def saved_hooks_seen_by(see: Callable[[Callable[..., Any], Callable[..., Any]], 
         yield
 
 
+@contextlib.contextmanager
+def gradient_hooks_seen_by(see: Callable[[], None]) -> Iterator[None]:
+    """Calls see() before code puts a hook on the gradient of a tensor (register_hook)."""
+    own = Tensor.register_hook
+
+    def register(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        see()
+        return own(x, hook)  # type: ignore[no-untyped-call]
+
+    with patch.object(Tensor, "register_hook", register):
+        yield
+
+
 # ---- probes
 
 
@@ -151,6 +164,17 @@ def _functions() -> bool:
     return seen == [_Twice] and torch.equal(inside, after) and "Twice" in str(inside.grad_fn)
 
 
+def _gradient_hooks() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    seen: list[bool] = []
+    with gradient_hooks_seen_by(lambda: seen.append(True)):
+        x.register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]
+    x.register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+    x.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return seen == [True] and x.grad.item() == 6
+
+
 def _copied() -> bool:
     leaf = torch.ones(2, 3, requires_grad=True)
     copies = (leaf, leaf.to(torch.float64), leaf.T, leaf[0], leaf.view(3, 2), _Twice.apply(leaf))  # type: ignore[no-untyped-call]
@@ -200,6 +224,12 @@ PROBES = (
         uses="torch.autograd.Function.apply, replaced",
         needed_for="tracing torch.autograd.Function and reentrant checkpoints",
         works=_functions,
+    ),
+    Probe(
+        name="hooks on gradients, when they are put",
+        uses="torch.Tensor.register_hook, replaced",
+        needed_for="naming code in backward that is given the gradient of a part of the batch",
+        works=_gradient_hooks,
     ),
     Probe(
         name="leaves of copies",

@@ -87,6 +87,12 @@ def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
 
 
+def only_writes(op: Any) -> bool:
+    """True where the operator gives nothing, and writes to an argument."""
+    schema = schema_of(op)
+    return not schema.returns and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+
+
 def gives_views(op: Any) -> bool:
     """True where every result of the operator is a view of an argument, which it does not write to."""
     returns = schema_of(op).returns

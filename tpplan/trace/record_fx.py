@@ -24,7 +24,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import functions_run_by, saved_hooks_seen_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
-from tpplan.torch_internals.operators import is_op, more_shapes_known
+from tpplan.torch_internals.operators import is_op, more_shapes_known, only_writes
 from tpplan.torch_internals.recording import (
     call_recorded,
     dispatched_plainly,
@@ -254,8 +254,8 @@ def _dataclasses_as_dicts(tree: Any) -> Any:
 
 
 def _drop_failed(graph: torch.fx.Graph) -> None:
-    """Removes ops without results: they raised an error, which the code caught."""
-    _erase(graph, lambda node: is_op(node.target) and "val" not in node.meta)
+    """Removes ops without the results that they give: they raised an error, which the code caught."""
+    _erase(graph, lambda node: is_op(node.target) and "val" not in node.meta and not only_writes(node.target))
 
 
 def _without_empty(graph: torch.fx.Graph) -> torch.fx.Graph:

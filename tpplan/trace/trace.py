@@ -321,6 +321,11 @@ def why_untouched(model: nn.Module) -> str:
     )
 
 
+def hooked_weight(model: nn.Module) -> str:
+    """The model's first parameter with a hook on its gradient; "" without one."""
+    return next((name for name, own in model.named_parameters() if tensors.gradient_hooks(own)), "")
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences torch's warnings and logged tracebacks: here every failure is raised."""

@@ -131,7 +131,7 @@ def _on_any_ranks(rule: Rule | None, call: Call, _literals: str) -> tuple[Strate
     found: dict[Strategy, None] = {}
     for strategy in proposed:
         for variant in strategy.without_idle_gradients(call):
-            if not call.is_in_place or variant.results[0] == variant.operands[0]:
+            if not (call.is_in_place and variant.results) or variant.results[0] == variant.operands[0]:
                 found[variant] = None
     return tuple(found)
 

@@ -238,13 +238,15 @@ def registered_rules() -> dict[str, Rule]:
 def written_operands(op: Op) -> tuple[str, ...]:
     """Names of the operands that an op writes to, as its name tells: `add_`, `_foreach_add_`, `__iand__`, `out=`.
 
-    A module that runs whole lists the positions, among its weights, of those it was seen to write to as its last
-    argument.
+    An op that gives nothing may write to all of them. A module that runs whole lists the positions, among its weights,
+    of those it was seen to write to as its last argument.
     """
     if op.target == OPAQUE:
         weights = tuple(references(op.args[1]))
         return tuple(weights[place] for place in _integers(op.args[3]))
     is_in_place = base_target(op.target) != op.target or op.target.startswith("aten.__i")
+    if not (is_in_place or op.results):
+        return op.operands
     first = tuple(references(op.args[:1])) or op.operands[:1]
     return (*(first if is_in_place else ()), *references(dict(op.kwargs).get("out")))
 

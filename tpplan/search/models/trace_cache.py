@@ -37,7 +37,7 @@ from tpplan.search.models.meta_model import Built, built_on_meta
 from tpplan.search.models.subject import Subject
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import assumptions, repeated_children, why_untouched
+from tpplan.trace.trace import assumptions, hooked_weight, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
@@ -288,6 +288,7 @@ class TraceCache:
             like=like,
         )
         opaques.is_hooked = bool(untouched)
+        opaques.hooked_weight = hooked_weight(model)
         return graph, opaques
 
     def _built(self) -> Built:

@@ -98,6 +98,7 @@ def applicable(points: list[Point], request: Request, traces: TraceCache) -> lis
             raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
     untouched = traced.opaques.untouched
     points = _with_one_buffer(_written(points, request, traced), traced.graph)
+    points = _with_whole_gradients(points, traced.opaques.hooked_weight)
     points = _untouched(points, request, untouched)
     return points if untouched else _within_fsdp(points, request, traces, traced)
 
@@ -130,6 +131,20 @@ def _with_one_buffer(points: list[Point], graph: ModelGraph) -> list[Point]:
         raise UsageError(
             f"{why_apart(graph, points[0].mesh)}: plan with --fsdp 1 and as many GPUs as --tp, or write to it after "
             "optimizer.step(), from what all ranks have, instead"
+        )
+    return kept
+
+
+def _with_whole_gradients(points: list[Point], hooked: str) -> list[Point]:
+    """Points without data parallelism where a parameter, `hooked`, has a hook on its gradient; all where none has."""
+    if not hooked:
+        return points
+    kept = [point for point in points if point.mesh.data_parallel == 1]
+    if not kept:
+        raise UsageError(
+            f"parameter {hooked} has a hook on its gradient (register_hook), which on {points[0].mesh.data_parallel} "
+            "data-parallel ranks would see each rank's own gradient: plan with --fsdp 1 and as many GPUs as --tp, or "
+            "call register_post_accumulate_grad_hook after the plan is applied instead"
         )
     return kept
 

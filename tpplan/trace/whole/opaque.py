@@ -60,6 +60,7 @@ class OpaqueTrace:
     is_bounded: every size that data decides has an upper bound, which was counted for it.
     written: names of the weights that the call changes or replaces.
     guessed: the lines of code that ask for values which training alone decides.
+    backward_code: the lines of code by which the module computes with gradients itself.
     """
 
     key: str
@@ -76,6 +77,7 @@ class OpaqueTrace:
     is_bounded: bool
     written: frozenset[str]
     guessed: tuple[str, ...] = ()
+    backward_code: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -134,6 +136,8 @@ class Opaques:
     untouched: str = ""
     #: whether `untouched` is for hooks on accumulated gradients, which run at the end of every backward
     is_hooked: bool = False
+    #: the first parameter with a hook on its gradient, which sees that of one micro-batch on one data-parallel rank
+    hooked_weight: str = ""
 
     def num_averages(self, num_backwards: int) -> int | None:
         """How often a step with so many backwards averages all gradients over data-parallel ranks where parameters are

@@ -30,6 +30,7 @@ from tpplan.trace.answers.concrete_values import raising_line
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
+from tpplan.trace.whole.backward_code import backward_code_noted
 from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_asked
 from tpplan.trace.whole.op_log import ForeignError, OpLog, num_bytes, on_meta
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
@@ -126,9 +127,11 @@ def _observe(
         leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         buffers = {name: fake(buffer) for name, buffer in module.named_buffers()}
         make_context = functools.partial(on_fakes, module, weights | buffers, reads(weights))
-        ran = _run_forward(
-            module, call, environment, weights, leaves, list(buffers.values()), make_context, guesses, is_untouched
-        )
+        backward_code: dict[str, None] = {}
+        with backward_code_noted(backward_code):
+            ran = _run_forward(
+                module, call, environment, weights, leaves, list(buffers.values()), make_context, guesses, is_untouched
+            )
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
         log, kept = ran.log, ran.log.made.live_bytes
         keeps, keeps_results = _living(ran.given), _living(ran.results)
@@ -151,6 +154,7 @@ def _observe(
         bodies=tuple(sorted(log.bodies)),
         is_bounded=log.is_bounded,
         written=ran.written,
+        backward_code=tuple(backward_code),
     )
 
 
