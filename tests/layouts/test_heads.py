@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpplan.layouts.heads import heads_of_parameters
+from tpplan.layouts.fused.heads import heads_of_parameters
 from tpplan.trace.trace import trace
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE = 3, 8, 6, 2, 4

@@ -10,7 +10,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.kernels import flop_of
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.heads import heads_of_parameters
+from tpplan.layouts.fused.heads import heads_of_parameters
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.compress_names import by_pattern, pattern_of
 from tpplan.plan.tp_shares import BY_PRICES, ModuleShares, TpShares
