@@ -179,6 +179,31 @@ def test_buffers_written_from_rows_are_found_and_whether_a_later_step_reads_them
     assert written(build) == expected
 
 
+class Hidden(nn.Module):
+    """Code that is not seen through, as it asks for a value of a weight, around the code of another class."""
+
+    def __init__(self, inner: type[Model]) -> None:
+        super().__init__()
+        self.inner, self.scale = inner(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.forward(x) * self.scale.item()
+
+
+@pytest.mark.parametrize("inner", [Average, ReadFirst, Replaces, PartByPart, Codebook, Handed, Together])
+def test_where_code_is_not_seen_through_its_buffers_are_found_too(inner: type[Model]) -> None:
+    with pytest.raises(UsageError, match=r"buffer inner.* from rows of the batch .*on 2 data-parallel ranks"):
+        solve(lambda: Hidden(inner), tp=1, fsdp=2)
+
+
+@pytest.mark.parametrize("inner", [Norms, Watches, Scratch, Counts, Spectral])
+def test_where_code_is_not_seen_through_buffers_that_may_differ_may(inner: type[Model]) -> None:
+    plan = solve(lambda: Hidden(inner), tp=1, fsdp=2)
+    assert plan.opaque
+    written = any("buffers that the forward writes to (inner." in note for note in plan.notes or ())
+    assert written is (inner in (Norms, Watches, Scratch))
+
+
 def solve(build: Callable[[], nn.Module], **options: object) -> Plan:
     cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
     given = {"global_batch": ROWS, "micro_batch": ROWS // 2, "seq_len": LENGTH, "precision": "fp32"} | options

@@ -50,9 +50,9 @@ def buffers_written(graph: ModelGraph) -> tuple[BufferWrite, ...]:
     return graph.once_for_all_sizes(buffers_written, lambda: tuple(_buffers_written(graph)))
 
 
-def why_apart(graph: ModelGraph, mesh: Mesh) -> str:
+def why_apart(writes: Iterable[BufferWrite], mesh: Mesh) -> str:
     """The reason why data-parallel ranks would train with different buffers; "" where they would not."""
-    write = next((write for write in buffers_written(graph) if write.is_read), None)
+    write = next((write for write in writes if write.is_read), None)
     if write is None or mesh.data_parallel == 1:
         return ""
     return (
@@ -86,9 +86,9 @@ def _buffers_written(graph: ModelGraph) -> Iterator[BufferWrite]:
             last[label] = maker
     ends = [graph.loss] if graph.loss is not None else []
     ends += [value for path, value in graph.outputs if not path.startswith(LEFT_AT)]
-    read = _reached({origin for value in ends for origin in origins.get(graph.values[value].storage, ())}, after)
+    read = reached({origin for value in ends for origin in origins.get(graph.values[value].storage, ())}, after)
     for label, op in last.items():
-        if BATCH in _reached(after[label], after):
+        if BATCH in reached(after[label], after):
             yield BufferWrite(
                 label=label,
                 module=op.module,
@@ -98,7 +98,7 @@ def _buffers_written(graph: ModelGraph) -> Iterator[BufferWrite]:
             )
 
 
-def _reached(origins: Iterable[str], after: dict[str, Origins]) -> Origins:
+def reached(origins: Iterable[str], after: dict[str, Origins]) -> Origins:
     """The origins over any number of steps, where `after` are those that buffers have at the end of one."""
     found: set[str] = set()
     following = list(origins)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, ModelGraph, Op, Source, SourceKind, Value, within
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits
 from tpplan.core.name_patterns import ROOT, module_name
-from tpplan.layouts.buffer_writes import why_apart
+from tpplan.layouts.buffer_writes import buffers_written, why_apart
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.readings import sliced_buffers
 from tpplan.layouts.rules import OPAQUE, written_operands
@@ -40,7 +40,7 @@ class PlanEntries:
         self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.bags.keys() | self.draws
         self.crossings = _crossings(boundaries)
         self.copies = why_copies(plan.mesh, plan.precision)
-        self.apart = why_apart(graph, plan.mesh)
+        self.apart = why_apart(buffers_written(graph), plan.mesh)
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
 
     @property

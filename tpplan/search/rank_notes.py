@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.buffer_writes import buffers_written
 from tpplan.layouts.rules.reduction import STATISTICS
 from tpplan.search.models.trace_cache import Traced
 from tpplan.torch_internals.modules import has_backward_hooks
@@ -53,7 +52,7 @@ def notes_on_rows(traced: Traced, parts: Parts) -> Iterator[str]:
 
 def _on_statistics(traced: Traced, parts: Parts) -> Iterator[str]:
     """Yields a note on running statistics of norms, which training writes and does not read."""
-    writes = buffers_written(traced.graph)
+    writes = traced.buffers_written()
     modules = dict.fromkeys(own.module or ROOT for own in writes if own.target in STATISTICS and not own.is_read)
     if modules:
         apart = ", and evaluation reads those of the rank that it runs on" if parts.data_parallel > 1 else ""
@@ -62,7 +61,7 @@ def _on_statistics(traced: Traced, parts: Parts) -> Iterator[str]:
 
 def _on_buffers(traced: Traced, parts: Parts) -> Iterator[str]:
     """Yields a note on the other buffers that the forward writes to from rows, by whether training reads them."""
-    writes = [own for own in buffers_written(traced.graph) if own.is_read or own.target not in STATISTICS]
+    writes = [own for own in traced.buffers_written() if own.is_read or own.target not in STATISTICS]
     for is_read, text in ((False, "training does not read them"), (True, "training reads them")):
         if labels := [own.label for own in writes if own.is_read is is_read]:
             yield f"buffers that the forward writes to ({listed(labels)}) are {_whose(parts)}: {text}"

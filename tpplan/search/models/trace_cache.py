@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.core.graph import ModelGraph
+from tpplan.core.graph import ModelGraph, joined_name
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.known_times import KnownTimes
@@ -25,6 +25,7 @@ from tpplan.costs.strategy_times import Rates
 from tpplan.experts.degree_graph import of_degree
 from tpplan.experts.expert_share import whole_shape, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.buffer_writes import BufferWrite, buffers_written
 from tpplan.layouts.rules import OPAQUE
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile
@@ -56,6 +57,17 @@ class Traced:
     assumptions: tuple[str, ...]
     opaques: Opaques
     notes: tuple[str, ...]
+
+    def buffers_written(self) -> tuple[BufferWrite, ...]:
+        """The buffers that the forward writes to from rows of the batch, those in modules that run whole included."""
+        found = {own.label: own for own in buffers_written(self.graph)}
+        observed = self.opaques.by_key()
+        for op in self.graph.ops if observed else ():
+            for name, is_read in observed[str(op.args[2])].buffers if op.target == OPAQUE else ():
+                label = joined_name(op.module, name)
+                if label not in found or not found[label].is_read:
+                    found[label] = BufferWrite(label=label, module=op.module, target=OPAQUE, line="", is_read=is_read)
+        return tuple(found.values())
 
     def original(
         self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] | None = None

@@ -9,7 +9,7 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.kernels import dtype_name
-from tpplan.layouts.buffer_writes import why_apart
+from tpplan.layouts.buffer_writes import BufferWrite, why_apart
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.plan.plan import Precision, Recompute, uses_fsdp
 from tpplan.search.models.trace_cache import TraceCache, Traced
@@ -97,7 +97,7 @@ def applicable(points: list[Point], request: Request, traces: TraceCache) -> lis
         if obstacle := why_not_recomputed(traced.graph, unit, request.recompute or Recompute.NONE):
             raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
     untouched = traced.opaques.untouched
-    points = _with_one_buffer(_written(points, request, traced), traced.graph)
+    points = _with_one_buffer(_written(points, request, traced), traced.buffers_written())
     points = _with_whole_gradients(points, traced.opaques.hooked_weight)
     points = _untouched(points, request, untouched)
     return points if untouched else _within_fsdp(points, request, traces, traced)
@@ -124,12 +124,12 @@ def _written(points: list[Point], request: Request, traced: Traced) -> list[Poin
     return kept
 
 
-def _with_one_buffer(points: list[Point], graph: ModelGraph) -> list[Point]:
+def _with_one_buffer(points: list[Point], writes: tuple[BufferWrite, ...]) -> list[Point]:
     """Points on whose mesh all ranks write the same to buffers that training reads."""
-    kept = [point for point in points if not why_apart(graph, point.mesh)]
+    kept = [point for point in points if not why_apart(writes, point.mesh)]
     if not kept:
         raise UsageError(
-            f"{why_apart(graph, points[0].mesh)}: plan with --fsdp 1 and as many GPUs as --tp, or write to it after "
+            f"{why_apart(writes, points[0].mesh)}: plan with --fsdp 1 and as many GPUs as --tp, or write to it after "
             "optimizer.step(), from what all ranks have, instead"
         )
     return kept

@@ -14,6 +14,7 @@ from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.hooks.live_storages import Storages
 from tpplan.trace.whole.opaque import OpRecord
 from tpplan.trace.whole.opaque_fakes import UnobservableError
+from tpplan.trace.whole.row_origins import RowOrigins
 
 #: elements counted for a dim whose size data decides, where nothing bounds it
 UNKNOWN_SIZE = 1
@@ -26,7 +27,8 @@ class ForeignError(UnobservableError):
 class OpLog(TorchDispatchMode):
     """A mode that notes the operators that run below autograd, and the bytes that are alive.
 
-    Functions handed to loops and choices run once each. `operands` are tensors whose bytes do not count.
+    Functions handed to loops and choices run once each. `operands` are tensors whose bytes do not count; `origins`
+    follows what values are made of.
     """
 
     supports_higher_order_operators = True
@@ -36,9 +38,10 @@ class OpLog(TorchDispatchMode):
         """True, as torch compiles the functions of its higher-order operators only while every mode says so."""
         return True
 
-    def __init__(self, environment: ShapeEnv, operands: list[Tensor]) -> None:
+    def __init__(self, environment: ShapeEnv, operands: list[Tensor], origins: RowOrigins) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.environment = environment
+        self.origins = origins
         self.ran: list[OpRecord] = []
         self.bodies: set[str] = set()
         self.is_bounded = True
@@ -63,6 +66,7 @@ class OpLog(TorchDispatchMode):
             self.written.update(map(storage_key, written_by(func, args, kwargs)))
             results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        self.origins.follow(func, args, kwargs, made)
         if not str(func).startswith("prim."):
             noted = pytree.tree_map(self._as_data, (tuple(args), kwargs))
             self.ran.append(OpRecord(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._as_data, made))))

@@ -61,6 +61,8 @@ class OpaqueTrace:
     written: names of the weights that the call changes or replaces.
     guessed: the lines of code that ask for values which training alone decides.
     backward_code: the lines of code by which the module computes with gradients itself.
+    buffers: the names of buffers that the call writes to from what it is given, each with whether outputs of a later
+        call follow from it.
     """
 
     key: str
@@ -78,6 +80,7 @@ class OpaqueTrace:
     written: frozenset[str]
     guessed: tuple[str, ...] = ()
     backward_code: tuple[str, ...] = ()
+    buffers: tuple[tuple[str, bool], ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -35,6 +35,7 @@ from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_a
 from tpplan.trace.whole.op_log import ForeignError, OpLog, num_bytes, on_meta
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
 from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
+from tpplan.trace.whole.row_origins import RowOrigins
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +130,7 @@ def _observe(
         make_context = functools.partial(on_fakes, module, weights | buffers, reads(weights))
         backward_code: dict[str, None] = {}
         with backward_code_noted(backward_code):
-            ran = _run_forward(
-                module, call, environment, weights, leaves, list(buffers.values()), make_context, guesses, is_untouched
-            )
+            ran = _run_forward(module, call, environment, weights, leaves, buffers, make_context, guesses, is_untouched)
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
         log, kept = ran.log, ran.log.made.live_bytes
         keeps, keeps_results = _living(ran.given), _living(ran.results)
@@ -155,6 +154,7 @@ def _observe(
         is_bounded=log.is_bounded,
         written=ran.written,
         backward_code=tuple(backward_code),
+        buffers=ran.buffers,
     )
 
 
@@ -176,6 +176,8 @@ class _ForwardRun:
     results: list["_Watched"]
     forward_bytes: int
     written: frozenset[str]
+    #: as in OpaqueTrace
+    buffers: tuple[tuple[str, bool], ...]
     #: the module's parameters after the forward, which as in training stay alive
     parameters: Mapping[str, nn.Parameter]
 
@@ -186,7 +188,7 @@ def _run_forward(
     environment: ShapeEnv,
     weights: Mapping[str, Tensor],
     leaves: list[Any],
-    buffers: list[Tensor],
+    buffers: Mapping[str, Tensor],
     make_context: ContextFactory,
     guesses: GuessedValues | None,
     is_untouched: bool,
@@ -197,11 +199,13 @@ def _run_forward(
     if guesses is not None:
         for place, size in call.places.items():
             guesses.give(given[place], size)
-    log = OpLog(environment, [*weights.values(), *buffers, *(x for x in given if isinstance(x, Tensor))])
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    origins = RowOrigins(tensors, buffers)
+    log = OpLog(environment, [*weights.values(), *buffers.values(), *tensors], origins)
     args, kwargs = pytree.tree_unflatten(given, call.spec)
     modules = list(module.modules())
     storages = {name: storage_key(weight) for name, weight in weights.items()}
-    output, after = _call_forward(module, args, kwargs, log, make_context, _guessing(guesses))
+    output, after, buffers_after = _call_forward(module, args, kwargs, log, make_context, _guessing(guesses))
     replaced = {name for name in storages.keys() | after.keys() if _is_replaced(name, storages, weights, after)}
     if pytree.tree_structure((args, kwargs)) != call.spec:
         raise UnobservableError("it changes a list or dict that it is given")
@@ -222,6 +226,7 @@ def _run_forward(
         results=_watched(results, environment),
         forward_bytes=log.made.peak_bytes - log.made.live_bytes,
         written=frozenset(name for name in storages if storages[name] in log.written or name in replaced),
+        buffers=origins.written(buffers_after, results),
         parameters=after,
     )
 
@@ -233,9 +238,9 @@ def _call_forward(
     log: OpLog,
     make_context: ContextFactory,
     guessing: contextlib.AbstractContextManager[object],
-) -> tuple[Any, dict[str, nn.Parameter]]:
-    """A forward's output, and the module's parameters after it. Raises UnobservableError where the code asked for what
-    no plan can know, even if it caught the error."""
+) -> tuple[Any, dict[str, nn.Parameter], dict[str, Tensor]]:
+    """A forward's output, and the module's parameters and buffers after it. Raises UnobservableError where the code
+    asked for what no plan can know, even if it caught the error."""
     refused: list[str] = []
     with (
         unfinished_ended(),
@@ -247,10 +252,10 @@ def _call_forward(
         machine_as_planned(refused.append),
     ):
         output = type(module).forward(module, *args, **kwargs)
-        after = dict(module.named_parameters())
+        after, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if refused:
         raise UnobservableError(refused[0])
-    return output, after
+    return output, after, buffers
 
 
 def _guessing(guesses: GuessedValues | None) -> contextlib.AbstractContextManager[object]:
