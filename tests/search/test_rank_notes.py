@@ -80,6 +80,15 @@ class Average(Model):
         return h - self.mean
 
 
+class Contrasts(Model):
+    """A loss that tells each row from all the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.up(x).mean(1), self.up(x.square()).mean(1)
+        pairs = F.linear(one, other)
+        return F.cross_entropy(pairs, torch.arange(len(x), device=x.device)) + self.down(one).square().mean()
+
+
 class HookOfWeight(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +111,22 @@ def solve(build: Callable[[], nn.Module], **options: object) -> Plan:
         (OwnBackward, r"code of the model in backward \(test_rank_notes.py:\d+: return Clipped"),
         (HookOnActivation, r"code of the model in backward \(test_rank_notes.py:\d+: h.register_hook"),
         (HookOfModule, r"code of the model in backward \(hook of down\)"),
-        (Statistics, r"running statistics \(norm\) are of each rank's own rows: training does not read them"),
+        (
+            Contrasts,
+            r"rows are paired with each other \(test_rank_notes.py:\d+: pairs = .*: each with those of one",
+        ),
     ],
 )
 def test_what_is_given_a_part_of_the_batch_is_named(build: type[nn.Module], code: str) -> None:
     (note,) = solve(build).notes or ()
     assert re.match(code, note), note
     assert not solve(build, tp=2, fsdp=1, micro_batch=ROWS).notes
+
+
+def test_norms_over_rows_and_their_statistics_are_named() -> None:
+    kept, taken = solve(Statistics).notes or ()
+    assert kept.startswith("running statistics (norm) are of each rank's own rows: training does not read them")
+    assert taken == "norms over rows (norm) take mean and variance of the rows of one of 2 data-parallel ranks"
 
 
 @pytest.mark.parametrize(

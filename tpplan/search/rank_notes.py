@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.rules.reduction import STATISTICS
+from tpplan.layouts.rules.reduction import BATCH_NORM, STATISTICS
+from tpplan.search.models.row_pairs import pairing_ops
 from tpplan.search.models.trace_cache import Traced
 from tpplan.torch_internals.modules import has_backward_hooks
 
@@ -47,6 +48,7 @@ def notes_on_rows(traced: Traced, parts: Parts) -> Iterator[str]:
     if parts.data_parallel * parts.accumulation_steps > 1:
         yield from _on_statistics(traced, parts)
         yield from _on_buffers(traced, parts)
+        yield from _on_rows_together(traced, parts)
         yield from _on_backward(traced, parts)
 
 
@@ -72,6 +74,17 @@ def _whose(parts: Parts) -> str:
     if parts.data_parallel > 1:
         return "of each rank's own rows"
     return f"updated {parts.accumulation_steps} times a step, from one micro-batch each"
+
+
+def _on_rows_together(traced: Traced, parts: Parts) -> Iterator[str]:
+    """Yields notes on ops that make of a row something else beside other rows: norms over rows, and pairs of rows."""
+    graph = traced.graph
+    normed = [own.module or ROOT for own in traced.buffers_written() if own.target == BATCH_NORM and not own.is_read]
+    if normed:
+        yield f"norms over rows ({listed(dict.fromkeys(normed))}) take mean and variance of the rows of {parts.one}"
+    if paired := pairing_ops(graph):
+        places = dict.fromkeys(graph.lines.get(op.name) or f"{op.target} in {op.module or ROOT}" for op in paired)
+        yield f"rows are paired with each other ({listed(places)}): each with those of {parts.one} alone"
 
 
 def _on_backward(traced: Traced, parts: Parts) -> Iterator[str]:

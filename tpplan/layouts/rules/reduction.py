@@ -107,8 +107,9 @@ def group_norm(call: Call) -> Iterable[Strategy]:
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
 
 
+BATCH_NORM = "aten.batch_norm.default"
 #: target -> the positions of running statistics, which an op with a true sixth argument writes to and does not read
-STATISTICS = {"aten.batch_norm.default": (3, 5), "aten.instance_norm.default": (3, 5)}
+STATISTICS = {BATCH_NORM: (3, 5), "aten.instance_norm.default": (3, 5)}
 
 
 @op_rule(*STATISTICS)
@@ -120,7 +121,7 @@ def statistics_norm(call: Call) -> Iterable[Strategy]:
     """
     space = " ".join(f"s{i}" for i in range(len(call.operands[0].shape) - 2))
     is_measured = bool(call.argument(5, "training"))
-    is_of_batch = call.target == "aten.batch_norm.default" or call.operand_index(3, "running_mean") is not None
+    is_of_batch = call.target == BATCH_NORM or call.operand_index(3, "running_mean") is not None
     whole = (space if is_measured or call.target == "aten.instance_norm.default" else "") + " b" * (
         is_measured and is_of_batch
     )
