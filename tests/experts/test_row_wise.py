@@ -186,6 +186,28 @@ def test_a_model_without_experts_refuses_a_degree() -> None:
         solved(Dense, gpus=2, ep=2, fsdp=2)
 
 
+class ScaledExperts(Experts):
+    """Has a number for each expert, beside matrices."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.Parameter(torch.ones(sizes[0]))
+
+
+def test_what_may_be_experts_is_named_with_its_call() -> None:
+    class Model(OwnMoe):
+        def __init__(self) -> None:
+            super().__init__()
+            for layer in self.layers:
+                layer.experts = ScaledExperts(4, 16, 32)
+
+    said = (
+        r"at least two dims.*layers\.0\.experts\.down is called with x \[12, 16\] of float32, index \[12, 2\] of int64"
+    )
+    with pytest.raises(UsageError, match=said):
+        solved(Model, gpus=2, ep=2, fsdp=2)
+
+
 class NotRowWise(OwnMoe):
     def __init__(self) -> None:
         super().__init__()

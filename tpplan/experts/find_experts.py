@@ -30,6 +30,23 @@ def called_as_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
     return {module: call for module, call in calls.items() if call is not None}
 
 
+def not_called_as_experts(graph: ModelGraph) -> str:
+    """How the first module is called that may have experts, a stack of matrices that it is given three tensors for, and
+    is not called as experts are; "" without one."""
+    stacks = {
+        source.label.rpartition(".")[0]: source.label
+        for source in graph.parameters
+        if len(graph.values[source.result].shape) > 2
+    }
+    for module, weight in stacks.items():
+        given = [own for own in graph.boundaries if (own.module, own.direction) == (module, Direction.INPUT)]
+        values = [graph.values[own.result] for own in given]
+        if module not in called_as_experts(graph) and len(given) >= 3:
+            shown = (f"{own.path} {list(x.shape)} of {x.dtype}" for own, x in zip(given, values, strict=True))
+            return f"the module of {weight} is called with {', '.join(shown)}"
+    return ""
+
+
 def _experts_by_module(graph: ModelGraph) -> dict[str, int]:
     """The number of slices along dim 0 that all weights of a module have, by module; without modules that have weights
     of several lengths, of one slice, below them, or shared with another module."""

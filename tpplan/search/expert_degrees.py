@@ -13,7 +13,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.mesh import divisors
 from tpplan.experts.closed_module import why_not_closed
 from tpplan.experts.expert_share import Division
-from tpplan.experts.find_experts import called_as_experts, find_experts
+from tpplan.experts.find_experts import called_as_experts, find_experts, not_called_as_experts
 from tpplan.experts.row_wise import why_not_divided
 from tpplan.plan.plan import ExpertCall
 from tpplan.search.models.trace_cache import Traced
@@ -79,10 +79,11 @@ def divisions_of(traced: Traced, options: Options, gpus_per_node: int, most: int
     if options.ep is not None and not calls:
         for name in called_as_experts(traced.graph):
             raise UsageError(f"--ep {options.ep}: module {name}: {why_not_closed(traced.graph, name)}")
+        nearest = not_called_as_experts(traced.graph)
         raise UsageError(
             f"--ep {options.ep}: no module is called as experts are (once a forward, with rows [T, D], an index [T, K] "
-            "of integers and a weight [T, K]; its weights have a slice for each expert, and are no other module's): "
-            "leave --ep out"
+            "of integers and a weight [T, K]; its weights have at least two dims, with a slice for each expert, and "
+            f"are no other module's){'; ' + nearest if nearest else ''}: leave --ep out"
         )
     found: dict[int, Division] = {}
     for ep in reversed(asked):
