@@ -25,7 +25,7 @@ from tpplan.stages.cut_proof import difference
 from tpplan.stages.cuts import cuts_of, end_cuts_of, stages_of
 from tpplan.stages.stage_model import as_stage
 from tpplan.trace.record_fx import given_on_meta
-from tpplan.trace.trace import repeated_children
+from tpplan.trace.trace import called_layers, repeated_children
 
 MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
 
@@ -48,6 +48,34 @@ def test_every_layer_may_end_a_stage() -> None:
     graph = traced(subject_of(Stack))
     cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
     assert [(cut.unit, cut.why_not) for cut in cuts] == [(f"layers.{i}", "") for i in range(3)]
+
+
+class InPairs(Stack):
+    """A model whose code calls what is in its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(self.layers[i : i + 2]) for i in (0, 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for first, second in self.layers:
+            x = second(first(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_stages_meet_between_what_is_called() -> None:
+    graph = traced(subject_of(InPairs))
+    layers = called_layers(InPairs(), graph)
+    assert layers == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+    cuts = cuts_of(graph, layers)
+    assert [(cut.unit, cut.why_not) for cut in cuts] == [(name, "") for name in layers[:-1]]
+    for stage in stages_of(graph, cuts, [4, 3, 2, 1], 2):
+        model = as_stage(InPairs(), stage, Precision.FP32, (), given_on_meta)
+        held = {name for name in layers for own, _ in model.named_parameters() if own.startswith(f"{name}.")}
+        assert set(repeated_children(model)) == held
+        assert len(held) == 1
 
 
 def test_the_embedding_and_the_head_may_be_stages_of_their_own() -> None:

@@ -224,6 +224,8 @@ class ModelGraph:
     lines: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     #: digests of the calls in each module's forward (tpplan.trace.noted_calls)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
+    #: (module, a module around it by its name) where the former was called while the latter did not run
+    apart: frozenset[tuple[str, str]] = field(default=frozenset(), hash=False, compare=False)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -358,6 +360,20 @@ def unread_values(graph: ModelGraph) -> frozenset[str]:
         else:
             unread.update(node.results)
     return frozenset(unread)
+
+
+def read_outside(graph: ModelGraph) -> frozenset[str]:
+    """Names of the modules that hold a parameter of which something is read while they do not run."""
+    readers: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        for name in node.operands:
+            readers.setdefault(graph.values[name].storage, set()).add(node.module)
+    found: set[str] = set()
+    for source in graph.parameters:
+        around = set.intersection(*(set(enclosing(name)) for name in (source.label, *source.aliases)))
+        for reader in readers.get(graph.values[source.result].storage, ()):
+            found |= {name for name in around if not within(reader, name) or (reader, name) in graph.apart}
+    return frozenset(found)
 
 
 def may_write(op: Op) -> bool:

@@ -4,7 +4,8 @@ Two layers are taken for alike when their class is equal, their attributes are e
 buffers agree in shape, dtype and requires_grad, and neither has hooks. A layer that knows its own index differs from
 its sibling, and is traced. A sibling copies the first layer it is like only where it is also called alike: tensors of
 equal shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that asked tensors
-for values, or left something behind on itself, is copied by none.
+for values, or left something behind on itself, is copied by none. A forward that the code around it calls past its
+module is part of that code, and is traced.
 
 Nobody can list what else a layer's code reads (objects, closures, a table keyed by id(self)). So each sibling runs
 beside the trace, with the marks of its boundary, and its calls are compared with those of the traced layer
@@ -13,7 +14,6 @@ layer of each class.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,12 +155,13 @@ class _LikeLayers:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             def forward(*args: Any, **kwargs: Any) -> Any:
-                return marks.crossed(layer, args, kwargs, name) if is_called else own(*args, **kwargs)
+                return marks.crossed(layer, args, kwargs, name)
 
-            own, is_called = functools.partial(type(layer).forward, layer), marks.is_called(name)
+            if not marks.is_called(name):
+                return type(layer).forward(layer, *args, **kwargs)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            call = (key, is_called, running_modes(), spec, *(signature(leaf) for leaf in leaves))
+            call = (key, running_modes(), spec, *(signature(leaf) for leaf in leaves))
             if not tensors or name in self.outputs or not _is_hashable(call):
                 return forward(*args, **kwargs)
             like = self.traced.setdefault(call, name)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.core.graph import enclosing
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import calls_compiled_code, is_function_mode_on, without_function_mode
 from tpplan.torch_internals.tensors import is_of_functorch
@@ -255,11 +256,19 @@ def first_difference(calls: Calls, planned: str) -> int:
 @contextlib.contextmanager
 def naming_modules(
     model: nn.Module, running: list[str], is_hidden: Callable[[str], bool] = lambda _: False
-) -> Iterator[None]:
-    """Keeps in `running` the names of the modules that run, the innermost last. After an error the names remain."""
+) -> Iterator[set[tuple[str, str]]]:
+    """Keeps in `running` the names of the modules that run, the innermost last. After an error the names remain. Gives
+    what a graph has as `apart`, as it is noted."""
+    apart: set[tuple[str, str]] = set()
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, _args: running.append(name)
+        around = enclosing(name)[1:]
+
+        def hook(_module: nn.Module, _args: Any) -> None:
+            apart.update((name, outer) for outer in around if outer not in running)
+            running.append(name)
+
+        return hook
 
     def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -275,7 +284,7 @@ def naming_modules(
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(module.register_forward_hook(leave(name)))
     try:
-        yield
+        yield apart
     finally:
         for handle in handles:
             handle.remove()

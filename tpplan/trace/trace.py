@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.graph import AS_IF_EVEN, LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing, joined_name
+from tpplan.core.graph import (
+    AS_IF_EVEN,
+    LOSS_SCOPE,
+    OWN_SCOPE,
+    Direction,
+    ModelGraph,
+    enclosing,
+    joined_name,
+    read_outside,
+)
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.layouts.rules import OPAQUE
 from tpplan.stages.stage_model import layer_class
@@ -62,10 +71,15 @@ def unchanged(tensor: torch.Tensor, module: str, direction: Direction, path: str
 
 def repeated_children(model: nn.Module) -> tuple[str, ...]:
     """Names of the layers that FSDP gathers one at a time: numbered siblings of one class that have
-    parameters and submodules.
+    parameters and submodules; in place of a list or dict of modules, which cannot be called, what is in it.
 
     Of nested ones the outermost count. The rest of the model is gathered with the root.
     """
+    return _layers(model, lambda name: not _is_container(model.get_submodule(name)))
+
+
+def _siblings(model: nn.Module) -> tuple[str, ...]:
+    """Names of the outermost numbered siblings of one class that have parameters and submodules."""
     found: dict[str, None] = {}
     for name, container in model.named_modules():
         if any(around in found for around in enclosing(name)):
@@ -75,10 +89,48 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
             for child_name, child in container.named_children()
             if child_name.isdecimal() and any(True for _ in child.children()) and any(True for _ in child.parameters())
         ]
-        stubs = [child.absent_class for child in container.children() if isinstance(child, Stub)]
-        classes = [layer_class(child) for _, child in layers] + stubs
+        classes = [layer_class(child) for _, child in layers] + _absent_classes(container)
         found.update((child_name, None) for child_name, child in layers if classes.count(layer_class(child)) > 1)
     return tuple(found)
+
+
+def _absent_classes(container: nn.Module) -> list[type[nn.Module]]:
+    """The classes of children that are stubs, or whose weights all are of other stages, as their parts are stubs."""
+    stubs = [child.absent_class for child in container.children() if isinstance(child, Stub)]
+    emptied = (child for child in container.children() if not isinstance(child, Stub) and not list(child.parameters()))
+    return stubs + [layer_class(child) for child in emptied if any(isinstance(own, Stub) for own in child.modules())]
+
+
+def gathered_layers(model: nn.Module, graph: ModelGraph) -> tuple[str, ...]:
+    """The layers that FSDP gathers and a checkpoint runs again, both of which is done around a call: in place of
+    repeated siblings whose parameters are also read outside of their calls, parts of them."""
+    outside = read_outside(graph)
+    return _layers(model, lambda name: name not in outside and not _is_container(model.get_submodule(name)))
+
+
+def called_layers(model: nn.Module, graph: ModelGraph) -> tuple[str, ...]:
+    """The repeated siblings that are called, between which a model may be cut; in place of others, parts of them."""
+    called = {boundary.module for boundary in graph.boundaries}
+    return _layers(model, called.__contains__)
+
+
+def _layers(model: nn.Module, is_layer: Callable[[str], bool]) -> tuple[str, ...]:
+    """The repeated siblings; in place of one that is no layer, such as one of which the code around it calls the parts,
+    the outermost modules inside it that are, and that have a matrix."""
+
+    def found(name: str) -> Iterator[str]:
+        if is_layer(name):
+            yield name
+            return
+        for child_name, child in model.get_submodule(name).named_children():
+            if not isinstance(child, Stub) and any(weight.dim() > 1 for weight in child.parameters()):
+                yield from found(joined_name(name, child_name))
+
+    return tuple(itertools.chain.from_iterable(map(found, _siblings(model))))
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 class _Step(nn.Module):
@@ -272,7 +324,7 @@ def _run(
         recording(model, opaques),
         once,
         boundaries_marked(model, opaques, marks),
-        naming_modules(model, running, opaques.hides),
+        naming_modules(model, running, opaques.hides) as apart,
         quiet(),
     ):
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
@@ -285,7 +337,8 @@ def _run(
             raise error from stopped.__cause__
         check_modules(model, modules, parameters)
         graph = GraphReader(model, program).read(is_compared=request.is_compared)
-        graph = replace(graph, questions=(*graph.questions, *_guessed(graph, opaques)))
+        questions = *graph.questions, *_guessed(graph, opaques)
+        graph = replace(graph, questions=questions, apart=frozenset(apart))
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
 
 

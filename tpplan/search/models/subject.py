@@ -108,10 +108,15 @@ class Subject:
         """The example inputs, in the dtype of compute."""
         return in_precision(self.made_inputs(micro_batch, seq_len), self.precision)
 
+    @property
+    def casts(self) -> bool:
+        """True where FSDP casts what enters its units."""
+        return self.precision is Precision.BF16_MIXED
+
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """A hook that casts tensors that enter the root or a unit, as FSDP's mixed precision does."""
 
-        cast_at = frozenset(("", *units)) if self.precision is Precision.BF16_MIXED else frozenset()
+        cast_at = frozenset(("", *units)) if self.casts else frozenset()
 
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
             if direction is not Direction.INPUT or module not in cast_at:

@@ -38,7 +38,7 @@ from tpplan.search.models.meta_model import Built, built_on_meta
 from tpplan.search.models.subject import Subject
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import assumptions, hooked_weight, repeated_children, why_untouched
+from tpplan.trace.trace import assumptions, gathered_layers, hooked_weight, repeated_children, why_untouched
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class TraceCache:
         if key not in self.reuse.elsewhere:
             inputs = self.subject.inputs(batch, length)
             with self.subject.planning():
-                graph, opaques = self.trace_of(model, inputs, notes_calls=False)
+                graph, opaques, _ = self.trace_of(model, inputs, notes_calls=False)
             self.reuse.elsewhere[key] = Elsewhere(inputs=inputs, graph=graph, opaques=opaques)
         return self.reuse.elsewhere[key]
 
@@ -283,10 +283,20 @@ class TraceCache:
 
     def trace_of(
         self, model: nn.Module, inputs: Inputs, *, notes_calls: bool = True, like: ModelGraph | None = None
+    ) -> tuple[ModelGraph, Opaques, tuple[str, ...]]:
+        """The graph of a built model on some inputs, with its calls where `notes_calls`; its opaque modules, which are
+        one op in it; and its layers. `like` is as `trace` takes it."""
+        layers = repeated_children(model)
+        graph, opaques = self._marked(model, inputs, layers, notes_calls=notes_calls, like=like)
+        gathered = gathered_layers(model, graph)
+        if gathered != layers and self.subject.casts:  # what enters others than it was thought
+            graph, opaques = self._marked(model, inputs, gathered, notes_calls=notes_calls, like=like)
+        return graph, opaques, gathered
+
+    def _marked(
+        self, model: nn.Module, inputs: Inputs, layers: tuple[str, ...], *, notes_calls: bool, like: ModelGraph | None
     ) -> tuple[ModelGraph, Opaques]:
-        """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
-        are one op in it; `like` is as `trace` takes it."""
-        untouched, cast = why_untouched(model), self.subject.cast(repeated_children(model))
+        untouched, cast = why_untouched(model), self.subject.cast(layers)
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
             model,
@@ -319,9 +329,8 @@ class TraceCache:
     def _trace(self, micro_batch: int, like: ModelGraph | None = None) -> Traced:
         built = self._built()
         model = built.model  # the trace runs a copy
-        units = repeated_children(model)
         inputs = self.subject.inputs(micro_batch, self.subject.seq_len)
-        graph, opaques = self.trace_of(model, inputs, like=like)
+        graph, opaques, units = self.trace_of(model, inputs, like=like)
         cast = self.subject.cast(units)
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.stages.cuts import Cut, cuts_of, end_cuts_of, stages_of, tensors_of
+from tpplan.trace.trace import called_layers
 
 logger = logging.getLogger(__name__)
 
@@ -150,11 +151,11 @@ class StageSolver:
                 f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}; plan without --pp"
             )
         if (key := (micro_batch, ep)) not in self._cuts:
-            self._cuts[key] = cuts_of(traced.graph, traced.units)
+            self._cuts[key] = cuts_of(traced.graph, called_layers(traced.model, traced.graph))
         every = self._cuts[key]
         possible = [cut for cut in every if not cut.why_not]
         if len(every) < shape.count - 1:
-            first, last = end_cuts_of(traced.graph, traced.units)
+            first, last = end_cuts_of(traced.graph, called_layers(traced.model, traced.graph))
             possible = [*first, *possible, *last]
         if len(possible) < shape.count - 1:
             reasons = dict.fromkeys(f"after {cut.unit}: {cut.why_not}" for cut in every if cut.why_not)
