@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,18 @@ def assert_trains(build: Callable[[], nn.Module], plan: PipelinePlan) -> None:
     assert found.keys() == parameters.keys()
     for name, value in parameters.items():
         assert torch.allclose(found[name], value, atol=2e-3), name
+
+
+def assert_solved_as_one_process(build: Callable[[], nn.Module], **how: Any) -> None:
+    """A proven plan, whose ranks together compute the losses and the gradients of one process."""
+    plan = solved(build, **how)
+    assert not any(map(why_unproven, plan.stages))
+    value, expected = run_ranks(1, one_process, build)[0]
+    held: set[str] = set()
+    for stepped, evaluated, found in run_ranks(plan.num_gpus, on_ranks, build, plan, timeout_s=120):
+        assert (stepped, evaluated) == pytest.approx((value, value), rel=1e-5)
+        held |= found.keys()
+        errors = relative_errors(found, {name: expected[name] for name in found})
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    assert held == expected.keys()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
 from stage_models import LENGTH, SIZES, Stack, Tied, loss, text
@@ -16,7 +17,7 @@ from stage_runs import MACHINE, TOLERANCE, assert_loads, given, in_one_stage, lo
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.core.errors import PlanError, UsageError
+from tpplan.core.errors import PlanError, PlanMismatchError, UsageError
 from tpplan.core.layout import R, S
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Precision
@@ -62,6 +63,38 @@ def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
         plan
     )
     assert_as_one_process(Tied, plan, {NAME})
+
+
+class Projecting(Stack):
+    """A model whose root multiplies with the embedding's weight, which is in no module of the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_parameter_of_an_absent_module_alone(virtual: int, tp: int) -> None:
+    plan = solved(Projecting, stages=2, gpus=2 * tp, virtual=virtual, tp=tp)
+    assert_as_one_process(Projecting, plan, {NAME})
+
+
+def on_meta_in_part(plan: PipelinePlan) -> None:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = Tied()
+    with pytest.raises(PlanMismatchError, match=f"{NAME}, .* values on rank 0, and is on the meta device on rank 1"):
+        tpplan.apply_plan(model, plan)
+
+
+def test_values_on_some_ranks_alone_are_refused() -> None:
+    run_ranks(2, on_meta_in_part, solved(Tied, stages=2, gpus=2), timeout_s=60)
 
 
 class SparseAndFrozen(Tied):

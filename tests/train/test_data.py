@@ -56,6 +56,15 @@ def test_data_ranks_share_a_global_batch_and_tp_ranks_read_the_same() -> None:
     assert plan.batch_for(5).rows == (range(12, 15), range(15, 18))  # data rank 2 of 4
 
 
+def test_what_has_no_rows_is_in_every_micro_batch() -> None:
+    share = tpplan.BatchShare(global_batch=4, seq_len=1, micro_batch=2, accumulation_steps=2)
+    others = {"is_causal": True, "scale": 0.5, "mode": "sums", "cache": None, "temperature": torch.tensor(2.0)}
+    read = share.micro_batches({"tokens": torch.arange(4), "names": ["a", "b", "c", "d"], **others})
+    assert [micro["tokens"].tolist() for micro in read] == [[0, 1], [2, 3]]
+    assert [micro["names"] for micro in read] == [["a", "b"], ["c", "d"]]
+    assert all(micro[name] is value for micro in read for name, value in others.items())
+
+
 def test_what_does_not_fit_a_plan_is_refused() -> None:
     plan = plan_for(Mesh(shard=2, tp=2), micro_batch=1, accumulation_steps=3)
     with pytest.raises(UsageError, match=r"rank 4: expected 0 to 3, the ranks of the plan's mesh .*shard 2 x tp 2"):

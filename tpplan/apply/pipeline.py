@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from tpplan.apply.collectives.tied_weights import tied_weights
+from tpplan.apply.collectives.tied_weights import TiedWeight, tied_weights
 from tpplan.apply.data_parallel import accumulate_whole_gradients, last_of_a_step, reduce_gradients
 from tpplan.apply.modules.backward_prefetch import noting_order
 from tpplan.apply.modules.deferred_gradients import Deferral, deferring
 from tpplan.apply.modules.first_step_check import checksum
+from tpplan.apply.rank_agreement import all_ranks
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.core.mesh import AXES
 from tpplan.plan.pipeline_plan import PipelinePlan, Schedule
@@ -101,6 +102,23 @@ def check_stages(model: nn.Module, plan: PipelinePlan) -> None:
             )
 
 
+def _share(tied: Sequence[TiedWeight]) -> None:
+    """Gives parameters that several stages have the values of the first of them. Raises PlanMismatchError on all ranks
+    where one has values of a parameter that is on the meta device on another."""
+    seen: dict[str, tuple[int, bool]] = {}
+    for rank, own in enumerate(all_ranks([(weight.name, weight.has_values) for weight in tied])):
+        for name, has_values in own:
+            first, has_first = seen.setdefault(name, (rank, has_values))
+            if has_first != has_values:
+                with_values, without = (first, rank) if has_first else (rank, first)
+                raise PlanMismatchError(
+                    f"parameter {name}, which several stages have, has values on rank {with_values}, and is on the "
+                    f"meta device on rank {without}: build the model in the same way on every rank"
+                )
+    for weight in tied:
+        weight.share()
+
+
 @final
 class Pipeline:
     """This rank's stages with the schedule that all ranks run."""
@@ -121,6 +139,7 @@ class Pipeline:
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
         self.tied = tied_weights(parts, stages, plan.parts, self.group)
+        _share(self.tied)
         self.schedule: Schedule1F1B | LoopedSchedule | None = None
         self.looped: list[LoopedStage] = []
 
@@ -364,7 +383,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in received)
+        return tuple(tensor.detach() for tensor in received)  # no views of leaves, to which code may not write
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

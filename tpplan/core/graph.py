@@ -222,6 +222,8 @@ class ModelGraph:
     read_by_stubs: frozenset[str] = frozenset()
     #: op name -> the line of the model's code that called it, as `file:line: text`; absent where none is known
     lines: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+    #: first name of a module, by which the graph knows it -> its other names; absent where it has none
+    other_names: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
     #: digests of the calls in each module's forward (tpplan.trace.noted_calls)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
     #: (module, a module around it by its name) where the former was called while the latter did not run
@@ -293,6 +295,11 @@ class ModelGraph:
             for operand in node.operands:
                 found.setdefault(operand, {})[node.name] = node
         return {name: tuple(nodes.values()) for name, nodes in found.items()}
+
+    @cached_property
+    def first_names(self) -> dict[str, str]:
+        """Other name of a module -> its first name."""
+        return {other: first for first, others in self.other_names.items() for other in others}
 
     @cached_property
     def _memo(self) -> dict[Hashable, object]:

@@ -46,9 +46,19 @@ class BatchShare:
         starts = ((first + step) * self.micro_batch for step in range(self.accumulation_steps))
         return tuple(range(start, start + self.micro_batch) for start in starts)
 
-    def micro_batches(self, inputs: Mapping[str, Rows]) -> list[dict[str, Any]]:
-        """This rank's micro-batches of a global batch. Raises UsageError for inputs of another number of rows."""
-        for name, value in inputs.items():
+    def micro_batches(self, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """This rank's micro-batches of a global batch; each has all that has no rows, as a flag or a number. Raises
+        UsageError for inputs of another number of rows."""
+        rowed: dict[str, Rows] = {name: value for name, value in inputs.items() if _has_rows(value)}
+        for name, value in rowed.items():
             if len(value) != self.global_batch:
                 raise UsageError(f"{name}: expected a global batch of {self.global_batch} rows, got {len(value)}")
-        return [{name: value[rows.start : rows.stop] for name, value in inputs.items()} for rows in self.rows]
+        return [
+            {**inputs, **{name: value[rows.start : rows.stop] for name, value in rowed.items()}} for rows in self.rows
+        ]
+
+
+def _has_rows(value: object) -> bool:
+    """False for what has no length: numbers, None, tensors without dims; and for text."""
+    is_scalar = getattr(value, "ndim", None) == 0
+    return hasattr(value, "__len__") and not is_scalar and not isinstance(value, str | bytes)

@@ -85,6 +85,7 @@ class FewerLayers:
             questions=graph.questions,
             read_by_stubs=frozenset(images.get(name, name) for name in graph.read_by_stubs),
             lines=graph.lines,
+            other_names=graph.other_names,
         )
 
     def _images(self, graph: ModelGraph) -> dict[str, str]:

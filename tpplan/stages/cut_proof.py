@@ -1,10 +1,11 @@
 """Whether the stages of a model together run the model: each its own part of the graph, on the same values."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write
+from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write, references
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan
-from tpplan.stages.cuts import given_by
+from tpplan.stages.cuts import called_names, given_by
 
 
 def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range) -> str:
@@ -13,27 +14,23 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
 
     Values are matched from the sources, and from what is received, on: a node of the stage runs what one of the whole
     does where operator, module and literals are the same, and it reads the matching values. Constants match by what
-    they hold: their numbers count those of other stages too. What the stage runs besides, on stubs, matches nothing,
-    and neither it nor what the stage leaves out may write to memory that matching nodes read.
+    they hold: their numbers count those of other stages too. A shared parameter may have another first name in the
+    stage, a shared module has that by which it is called. What the stage runs besides, on stubs, matches nothing, and
+    neither it nor what the stage leaves out may write to memory that matching nodes read.
     """
-    labelled = {(source.kind, source.label): source.result for source in stage.sources}
-    matched: dict[str, Hashable] = {
-        s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled
-    }
-    matched |= _constants(whole)
-    known = _constants(stage)
+    matched = _matching_sources(whole, stage)
     if plan.received is not None:
         received = given_by(stage, plan.received)
         inputs = {source.label: source.result for source in stage.sources if source.kind is SourceKind.INPUT}
         if [_origin(stage, name) for name in received] != [inputs.get(f"{RECEIVED}.{i}") for i in range(len(received))]:
             return f"the stub of {plan.received} does not give what stage {plan.index} receives"
         matched.update(zip(given_by(whole, plan.received), received, strict=True))
-    left: dict[Hashable, list[Op | Boundary]] = {}
-    for node in reversed(stage.nodes):
-        left.setdefault(_done(node, {name: known.get(name, name) for name in node.operands}), []).append(node)
+    left = _by_what_they_do(stage)
     others: set[str] = set()
+    modules, handed = called_names(whole), _handed_on(whole)
     for position, node in enumerate(whole.nodes):
-        alike = left.get(_done(node, matched)) if all(name in matched for name in node.operands) else None
+        operands = {name: matched.get(handed.get(name, name)) for name in node.operands}
+        alike = None if None in operands.values() else left.get(_done(node, operands, modules[position]))
         if alike:
             other = alike.pop()
             others.add(other.name)
@@ -50,6 +47,26 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     else:
         ends = list(given_by(whole, plan.last)), list(given_by(stage, plan.last))
     return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
+
+
+def _matching_sources(whole: ModelGraph, stage: ModelGraph) -> dict[str, Hashable]:
+    """The values of a stage's sources by those of the whole's, and the constants of the whole."""
+    firsts = {(source.kind, name): source.label for source in whole.sources for name in source.aliases}
+    labelled = {(s.kind, firsts.get((s.kind, s.label), s.label)): s.result for s in stage.sources}
+    found = {s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled}
+    return {**found, **_constants(whole)}
+
+
+def _by_what_they_do(stage: ModelGraph) -> dict[Hashable, list[Op | Boundary]]:
+    """The nodes of a stage by what they do, of like ones the first last."""
+    found: dict[Hashable, list[Op | Boundary]] = {}
+    known, handed, modules = _constants(stage), _handed_on(stage), called_names(stage)
+    for position in reversed(range(len(stage.nodes))):
+        node = stage.nodes[position]
+        origins = {name: handed.get(name, name) for name in node.operands}
+        operands = {name: known.get(origin, origin) for name, origin in origins.items()}
+        found.setdefault(_done(node, operands, modules[position]), []).append(node)
+    return found
 
 
 def _writing(graph: ModelGraph) -> list[tuple[int, Op]]:
@@ -80,6 +97,18 @@ def written_buffers(graph: ModelGraph) -> tuple[str, ...]:
     return tuple(source.label for source in kept if graph.values[source.result].storage in storages)
 
 
+def _handed_on(graph: ModelGraph) -> dict[str, str]:
+    """Maps the result of each op that gives what it is given to that: a trace says of the same tensor, read again, that
+    it is the result."""
+    found: dict[str, str] = {}
+    for node in graph.ops:
+        if node.target.startswith("aten.to.") and node.operands:
+            given, made = node.operands[0], node.results[0]
+            if graph.values[given] == replace(graph.values[made], name=given):
+                found[made] = found.get(given, given)
+    return found
+
+
 def _origin(graph: ModelGraph, name: str) -> str:
     """The value that crossed boundaries under other names before it is `name`."""
     while isinstance(made := graph.producers.get(name), Boundary):
@@ -106,20 +135,27 @@ def _written_to(
     for _, node in writing:
         if node.name in kept:
             continue
-        if not read.isdisjoint(graph.values[name].storage for name in node.operands):
+        if not read.isdisjoint(graph.values[name].storage for name in _written_by(node)):
             return f"{node.name} of {node.module or 'the root'} writes to what is read"
     return ""
 
 
-def _done(node: Op | Boundary, named: Mapping[str, Hashable]) -> Hashable:
-    """The operator or crossing, module, literals and operands of a node, its operands under other names: equal for
-    nodes that do the same."""
+def _written_by(op: Op) -> tuple[str, ...]:
+    """The operands to which an op that writes may write: one in place, as `aten.add_`, to its first argument alone."""
+    name = op.target.partition(".")[2].rpartition(".")[0]
+    is_in_place = op.target.startswith("aten.") and name.endswith("_") and not name.startswith("_")
+    return tuple(references(op.args[0])) if is_in_place and op.args else op.operands
+
+
+def _done(node: Op | Boundary, named: Mapping[str, Hashable], module: str) -> Hashable:
+    """The operator or crossing, module, literals and operands of a node, its module and operands under other names:
+    equal for nodes that do the same."""
     if isinstance(node, Boundary):
-        return node.module, node.direction, node.path, named[node.operand]
+        return module, node.direction, node.path, named[node.operand]
 
     def renamed(argument: Argument) -> Hashable:
         if isinstance(argument, Ref):
             return Ref, named[argument.name]
         return tuple(map(renamed, argument)) if isinstance(argument, tuple) else (type(argument).__name__, argument)
 
-    return node.target, node.module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)
+    return node.target, module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)

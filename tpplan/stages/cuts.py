@@ -3,6 +3,8 @@
 A cut stands after a layer, or after a module before all layers, as an embedding. What is computed from weights before
 it, and read after it, must be what that layer or module gives: it is sent. All else that is read after a cut is made
 again there from the inputs: masks, positions, rotary tables. A parameter may be read on both sides: each has it then.
+A module that several layers share has one name in the graph, in one of them; what it runs is part of that layer which
+runs at the time.
 """
 
 import itertools
@@ -87,8 +89,7 @@ def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], 
 def end_of(graph: ModelGraph, stage: StagePlan) -> int:
     """The position after the last node of a stage's last layer."""
     assert stage.last is not None
-    last = graph.nodes_by_module[stage.last][-1]
-    return graph.nodes.index(last) + 1
+    return max(position for position, _ in _ends(graph, (stage.last,))) + 1
 
 
 def tensors_of(graph: ModelGraph, unit: str) -> tuple[TensorPlan, ...]:
@@ -107,9 +108,55 @@ def given_by(graph: ModelGraph, unit: str) -> tuple[str, ...]:
 def _ends(graph: ModelGraph, units: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Yields (position of a unit's last node, unit)."""
     known = set(units)
-    for position, node in enumerate(graph.nodes):
-        for unit in known.intersection(enclosing(node.module)):
+    for position, running in enumerate(_running(graph)):
+        for unit in known.intersection(running):
             yield position, unit
+
+
+def _running(graph: ModelGraph) -> Sequence[tuple[str, ...]]:
+    """By position the modules that run there, by their first names: that of the node, and those around its call."""
+    first = graph.first_names
+    return graph.once(
+        _running, lambda: [tuple(first.get(m, m) for m in enclosing(name)) for name in called_names(graph)]
+    )
+
+
+def called_names(graph: ModelGraph) -> Sequence[str]:
+    """By position the name of the node's module, of a shared one that by which it was called."""
+    return graph.once(called_names, lambda: [_called_as(graph, position) for position in range(len(graph.nodes))])
+
+
+def _called_as(graph: ModelGraph, position: int) -> str:
+    """The name of a node's module around which most modules run there, and none that is called elsewhere alone; the
+    first of several, and where none is such."""
+    module = graph.nodes[position].module
+    if module not in graph.other_names:
+        return module
+    calls = graph.once(_calls, lambda: _calls(graph))
+
+    def running(name: str) -> int:
+        around = (graph.first_names.get(own, own) for own in enclosing(name)[1:])
+        called = [calls[own] for own in around if own in calls]
+        return len(called) if all(any(position in call for call in own) for own in called) else -1
+
+    return max((module, *graph.other_names[module]), key=running)
+
+
+def _calls(graph: ModelGraph) -> dict[str, list[range]]:
+    """By name of a module the positions of its calls, from where a tensor enters until the last one leaves; nothing of
+    a module to which none enters, or from which none leaves."""
+    found: dict[str, list[range]] = {}
+    entered: dict[str, int] = {}
+    for position, node in enumerate(graph.nodes):
+        if not isinstance(node, Boundary):
+            continue
+        if node.direction is Direction.INPUT:
+            entered.setdefault(node.module, position)
+        elif node.module in entered:
+            found.setdefault(node.module, []).append(range(entered.pop(node.module), position + 1))
+        elif node.module in found:  # another tensor of what the last call gives
+            found[node.module][-1] = range(found[node.module][-1].start, position + 1)
+    return found
 
 
 def _computed_from_weights(graph: ModelGraph) -> frozenset[str]:
@@ -152,7 +199,7 @@ def _why_not(graph: ModelGraph, unit: str, position: int, sent: tuple[str, ...],
         return f"{unit} gives a tensor without a gradient"
     if any(graph.values[name].varying for name in sent):
         return f"data decides the shape of what {unit} gives"
-    if any(within(node.module, unit) for node in graph.nodes[position:]):
+    if any(unit in running for running in _running(graph)[position:]):
         return f"{unit} runs again after it"
     return ""
 
@@ -186,7 +233,8 @@ def _stage(
 def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
     """The outermost modules that are called, run nowhere in a stage, and have parameters or compute from weights all
     that they give: their buffers and draws are of the stage that runs them."""
-    present = {module for position in own for module in enclosing(graph.nodes[position].module)}
+    running = _running(graph)
+    present = {module for position in own for module in running[position]}
     found: dict[str, None] = {}
     for module in graph.once(_modules_of_weights, lambda: _modules_of_weights(graph)):
         if module not in present and found.keys().isdisjoint(enclosing(module)):

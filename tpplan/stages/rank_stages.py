@@ -45,11 +45,12 @@ def stage_copies(
 
 
 def _copy(model: nn.Module, stage: StagePlan) -> nn.Module:
-    """A copy that shares the tensors of a stage; parameters of other stages are copied without memory."""
-    absent = tuple(f"{name}." for name in stage.absent)
+    """A copy that shares the tensors of a stage, with those that its stubs keep; parameters of other stages are copied
+    without memory."""
+    absent, tied = tuple(f"{name}." for name in stage.absent), {one.name for one in stage.ties}
     memo: dict[int, Tensor] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        if not name.startswith(absent):
+        if name in tied or not name.startswith(absent):
             memo[id(weight)] = weight
         elif id(weight) not in memo:
             memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)

@@ -10,22 +10,23 @@ layer gives is sent, the code behind it gets tensors without memory instead, and
 of parameters stay as they are.
 """
 
+import copy
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.core.errors import PlanMismatchError
-from tpplan.core.graph import within
+from tpplan.core.errors import PlanMismatchError, UsageError, first_line
+from tpplan.core.graph import enclosing, joined_name, within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED, StagePlan, TensorPlan
 from tpplan.stages.like_modules import Alike
-from tpplan.stages.stub import Run, Stub, without_memory
+from tpplan.stages.stub import Run, Stub, is_stand_in, stand_in, without_memory
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.modules import own_children, own_parameters
+from tpplan.torch_internals.modules import own_buffers, own_children, own_parameters
 from tpplan.trace.hooks.generated_class import subclass
 
 #: key of the root's __dict__ for its stage
@@ -84,6 +85,7 @@ def as_stage(
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
+    present = _present(model, stage)
     stubs: list[Stub] = []
     for name in stage.absent:
         parent, child = _parent(model, name)
@@ -94,20 +96,14 @@ def as_stage(
             stubs.append(module)
             continue
         kept = [one.name.removeprefix(f"{name}.") for one in stage.ties if within(one.name, name)]
-        weights = {path: _taken(module, path) for path in kept}
-        stub = Stub(name, module, precision, units, run)
+        weights = {path: _parameter(module, path) for path in kept}
+        stub = Stub(name, _apart(name, module, present), precision, units, run)
         for path, kept_weight in weights.items():
             stub.keep(path, kept_weight)
         stub.share_known(stubs, alike)
         stubs.append(stub)
         own_children(parent)[child] = stub
-    for name in stage.blank:
-        parent, child = _parent(model, name)
-        weight = own_parameters(parent).get(child)
-        if weight is None:
-            raise PlanMismatchError(f"the plan names parameter {name}, which the model does not have: solve again")
-        del own_parameters(parent)[child]
-        parent.register_buffer(child, without_memory(weight, weight.shape, weight.dtype), persistent=False)
+    _leave_out(model, stage.blank)
     if stage.received is not None:
         before = model.get_submodule(stage.received)
         assert isinstance(before, Stub)
@@ -120,15 +116,61 @@ def as_stage(
     return model
 
 
-def _taken(module: nn.Module, path: str) -> nn.Parameter:
-    """A parameter of a module, which now has one without memory in its place."""
-    around, _, name = path.rpartition(".")
-    own = own_parameters(module.get_submodule(around))
-    weight = own.get(name)
-    if weight is None:
-        raise PlanMismatchError(f"the plan names parameter {path}, which the model does not have: solve again")
-    own[name] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-    return weight
+def _leave_out(model: nn.Module, names: Iterable[str]) -> None:
+    """Puts buffers without memory in place of some parameters."""
+    for name in names:
+        parent, child = _parent(model, name)
+        weight = own_parameters(parent).get(child)
+        if weight is None and is_stand_in(own_buffers(parent).get(child)):  # of a module with several names
+            continue
+        if weight is None:
+            raise PlanMismatchError(f"the plan names parameter {name}, which the model does not have: solve again")
+        del own_parameters(parent)[child]
+        parent.register_buffer(child, without_memory(weight, weight.shape, weight.dtype), persistent=False)
+
+
+def _parameter(module: nn.Module, path: str) -> nn.Parameter:
+    try:
+        return module.get_parameter(path)
+    except AttributeError:
+        raise PlanMismatchError(
+            f"the plan names parameter {path}, which the model does not have: solve again"
+        ) from None
+
+
+def _present(model: nn.Module, stage: StagePlan) -> frozenset[int]:
+    """Ids of the modules that a stage has, of their parameters, and of those that its stubs keep."""
+    absent, tied = frozenset(stage.absent), {one.name for one in stage.ties}
+    found: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_present = absent.isdisjoint(enclosing(name))
+        weights = own_parameters(module).items()
+        found.update(id(weight) for own, weight in weights if is_present or joined_name(name, own) in tied)
+        if is_present:
+            found.add(id(module))
+    return frozenset(found)
+
+
+def _apart(name: str, module: nn.Module, present: Collection[int]) -> nn.Module:
+    """A module of another stage for its stub, without the parameters that the stage has: a copy on the meta device
+    where the stage runs some of the modules inside, whose ids are in `present` too."""
+    if all(id(own) not in present for own in module.modules()):
+        for own in map(own_parameters, module.modules()):
+            own |= {key: _blank(weight) for key, weight in own.items() if weight is not None and id(weight) in present}
+        return module
+    memo: dict[int, Tensor] = {id(weight): _blank(weight) for weight in module.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise UsageError(
+            f"module {name} shares modules with other stages, so that its stub needs a copy, and copy.deepcopy of it "
+            f"fails: {first_line(error)}; plan without stages (--pp 1)"
+        ) from error
+
+
+def _blank(weight: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
 
 
 def keep_whole_shape(model: nn.Module, stage: StagePlan) -> None:
@@ -171,11 +213,11 @@ def _last_class(cls: type[nn.Module]) -> type[nn.Module]:
             self.__dict__[_SENT] = tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
         shape = self.__dict__.get(_WHOLE)
 
-        def stand_in(leaf: Any) -> Any:
-            return without_memory(leaf, shape or leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        def without_values(leaf: Any) -> Any:
+            return stand_in(leaf, shape or leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
         with torch.no_grad():
-            return pytree.tree_map(stand_in, output)
+            return pytree.tree_map(without_values, output)
 
     return subclass(cls, {"__call__": call, _LAYER_CLASS: cls}, _last_class)
 

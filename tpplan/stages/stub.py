@@ -15,7 +15,7 @@ from tpplan.stages.like_modules import Alike, are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children, own_parameters
 from tpplan.torch_internals.recording import untraced
-from tpplan.torch_internals.tensors import plain_calls
+from tpplan.torch_internals.tensors import plain_calls, until_written
 
 #: attributes of a stub that its copies share: the module that it stands for, how it is run, and what its calls give
 _SHARED = ("_absent", "_run", "_known")
@@ -121,7 +121,7 @@ class Stub(nn.Module):
         new = [leaf for leaf in found if isinstance(leaf, tuple) and leaf not in others]
         if new:
             with torch.no_grad():
-                others |= {leaf: without_memory(like, *leaf) for leaf in dict.fromkeys(new)}
+                others |= {leaf: stand_in(like, *leaf) for leaf in dict.fromkeys(new)}
         return pytree.tree_unflatten([others[x] if isinstance(x, tuple) else x for x in found], made)
 
     def _taken(self, count: int) -> tuple[Tensor, ...]:
@@ -194,11 +194,27 @@ def _on_meta(leaf: Any) -> Any:
 
 def without_memory(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     """Zeros of a shape that share one element, on the device of another tensor."""
-    found = like.new_zeros((), dtype=dtype).expand(shape)
+    element = like.new_zeros((), dtype=dtype)
+    with plain_calls():  # a view that is made without gradients may not be written to with them
+        was_enabled = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+    found = element.expand(shape)
+    with plain_calls():
+        torch.set_grad_enabled(was_enabled)
     found.__dict__[_STAND_IN] = True
     return found
 
 
-def is_stand_in(tensor: Tensor) -> bool:
+def stand_in(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    """The same for code that may write to it: it has memory of its own from then on."""
+    found = without_memory(like, shape, dtype)
+    if type(found) is not Tensor or found.is_meta:  # where a write needs no memory
+        return found
+    found = until_written(found)
+    found.__dict__[_STAND_IN] = True
+    return found
+
+
+def is_stand_in(tensor: Tensor | None) -> bool:
     """True for what `without_memory` gave."""
-    return _STAND_IN in tensor.__dict__
+    return tensor is not None and _STAND_IN in tensor.__dict__

@@ -1,4 +1,5 @@
-"""Tensors: storages, counts of in-place writes, hooks on gradients; and parts of a DTensor without its dispatch.
+"""Tensors: storages, counts of in-place writes, hooks on gradients; parts of a DTensor without its dispatch;
+and tensors that have memory only where something is written to them.
 
 DTensor's public to_local and from_local are autograd functions. At every read of every parameter they would cost 20
 times as much as reading the attribute.
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tpplan.torch_internals import pytree
 from tpplan.torch_internals.groups import mesh_of_one
 from tpplan.torch_internals.probes import Probe
 
@@ -107,6 +109,42 @@ def without_modes() -> contextlib.AbstractContextManager[object]:
     return found
 
 
+def until_written(tensor: Tensor) -> Tensor:
+    """The tensor, whose elements share memory, as one that may be written to: it gets memory of its own then, and so do
+    views of it, each for itself. Values are lost by that."""
+    found: Tensor = Tensor._make_subclass(_Unwritten, tensor)  # no view, as a write would be its base's in autograd
+    return found
+
+
+class _Unwritten(Tensor):
+    """Zeros that share memory until something is written to them; nobody reads their values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                found = func(*args, **kwargs)
+            except RuntimeError:  # as torch refuses writes to shared memory, before it writes
+                shared = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _shares_memory(leaf)]
+                if not shared:
+                    raise
+                for leaf in shared:
+                    leaf.data = torch.zeros_like(leaf, memory_format=torch.contiguous_format)
+                found = func(*args, **kwargs)
+            return pytree.tree_map(_kept, found) if isinstance(found, Tensor | tuple | list) else found
+
+
+def _shares_memory(leaf: Any) -> bool:
+    return isinstance(leaf, _Unwritten) and leaf.untyped_storage().nbytes() < leaf.numel() * leaf.element_size()
+
+
+def _kept(leaf: Any) -> Any:
+    is_plain = type(leaf) is Tensor and not leaf.requires_grad
+    is_view = is_plain and leaf.untyped_storage().nbytes() < leaf.numel() * leaf.element_size()
+    return until_written(leaf) if is_view else leaf
+
+
 # ---- probes
 
 
@@ -194,6 +232,13 @@ def _modes_off() -> bool:
         return torch.equal(x + x, torch.full((2,), 2.0))
 
 
+def _written() -> bool:
+    found = until_written(torch.zeros(()).expand(2, 3))
+    found[:, 0].mul_(2.0)
+    found += torch.ones(3, requires_grad=True)
+    return found.requires_grad and found.untyped_storage().nbytes() == 24
+
+
 PROBES = (
     Probe(
         name="addresses",
@@ -248,5 +293,11 @@ PROBES = (
         uses="torch.utils._python_dispatch._disable_current_modes",
         needed_for="weights made anew by the constructor, checks in the first step",
         works=_modes_off,
+    ),
+    Probe(
+        name="memory at the first write",
+        uses="Tensor._make_subclass, torch._C.DisableTorchFunctionSubclass, and the refusal of writes to shared memory",
+        needed_for="stages of models whose code writes to what another stage's module gives",
+        works=_written,
     ),
 )

@@ -116,12 +116,20 @@ class GraphReader:
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
             read_by_stubs=frozenset(name for node in dropped for name in node.operands) - made,
             lines=self.lines,
+            other_names=self._other_names(),
         )
         if is_compared:
             return graph
         unread = unread_values(graph)
         values = graph.values | {name: replace(graph.values[name], is_read=False) for name in unread}
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
+
+    def _other_names(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for name, first in self.module_names.items():
+            if name != first:
+                found[first] = (*found.get(first, ()), name)
+        return found
 
     def _placeholders(self) -> dict[str, Argument]:
         """The value of each placeholder, by the node's name. Adds the sources."""

@@ -116,7 +116,7 @@ def record(
 
     Raises StoppedError where the forward raises, or asks what only real data can answer.
     """
-    placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    placed = [_placed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given = _given(module, paths, placed)
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     known = ConcreteValues(inputs, otherwise, extra, compared)
@@ -216,6 +216,12 @@ def _program(
         varies=counts.varies or bool(known.guessed),
         compared={place: values for place, values in known.compared.items() if len(values) > 1},
     )
+
+
+def _placed(leaf: Tensor) -> Tensor:
+    """An input on the meta device. One with a gradient comes from another stage, which computed it: it is no leaf of
+    autograd, to which code may not write."""
+    return leaf.to("meta").clone() if leaf.requires_grad else leaf.to("meta")
 
 
 def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[SourceKind, str, Tensor]]:

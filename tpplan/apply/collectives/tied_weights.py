@@ -38,13 +38,19 @@ class TiedWeight:
         """The parameter as it is now: FSDP puts others in its place."""
         return self.module.get_parameter(self.name)
 
+    @property
+    def has_values(self) -> bool:
+        """False where the parameter is on the meta device."""
+        return not _local(self.parameter).is_meta
+
     def share(self) -> None:
-        """Gives the parameter the values that the first stage has, and marks the others' as copies."""
+        """Gives the parameter the values that the first stage has, and marks the others' as copies. All its stages have
+        values, or none has."""
         parameter = self.parameter
         if self.group.rank() != self.parts[0]:
             parameter.__dict__[COPY] = True
         local = _local(parameter).detach()
-        if local.is_meta or not local.numel():
+        if not self.has_values or not local.numel():
             return
         if self.group.rank() == self.parts[0]:
             for other in self.parts[1:]:
@@ -94,9 +100,9 @@ class TiedWeight:
 def tied_weights(
     parts: Sequence[nn.Module], stages: Sequence[StagePlan], number: int, group: dist.ProcessGroup
 ) -> list[TiedWeight]:
-    """The parameters of this rank's stages that other stages have too, with equal values from now on. `parts` are the
-    applied stages, `number` is that of the parts of the pipeline. Raises PlanMismatchError for a parameter that a
-    stage's module does not have."""
+    """The parameters of this rank's stages that other stages have too, by name. `parts` are the applied stages,
+    `number` is that of the parts of the pipeline. Raises PlanMismatchError for a parameter that a stage's module does
+    not have."""
     found = {}
     for module, stage in zip(parts, stages, strict=True):
         for one in stage.ties:
@@ -104,10 +110,7 @@ def tied_weights(
                 raise PlanMismatchError(f"stage {stage.index} has no parameter {one.name}: solve again")
             places = tuple(index % number for index in one.stages)
             found[one.name] = TiedWeight(one.name, module, places, group)
-    every = [found[name] for name in sorted(found)]
-    for weight in every:
-        weight.share()
-    return every
+    return [found[name] for name in sorted(found)]
 
 
 def _local(tensor: Tensor) -> Tensor:
