@@ -68,7 +68,7 @@ def _checked(
         found = attempts.found(written)
         if isinstance(found, Counterexample):
             return found
-        written = found
+        written, started = found, attempts.started
     known.note(original.assignment, written, (name for name in written if until is None or within(name, until)))
     return with_sizes(plan, original.assignment.graph, written)
 
@@ -129,8 +129,8 @@ class _Attempts:
     """Attempts at the sizes that a rank must replace.
 
     Modules whose code sees what it saw in an earlier check start with the sizes `started` found there, as long as they
-    run as they must with these. Where a module's own code differs a second time, it is run alone from then on, if that
-    shows what the whole model shows, until it runs as it must.
+    run as they must with these. Where a module's own code has differed PATIENCE times, it is run alone from then on, if
+    that shows what the whole model shows, until it runs as it must.
     """
 
     def __init__(
