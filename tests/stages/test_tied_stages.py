@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
 from stage_models import LENGTH, SIZES, Stack, Tied, loss, text
-from stage_runs import MACHINE, TOLERANCE, assert_loads, given, in_one_stage, loss_of, on_ranks, one_process, solved
+from stage_runs import (
+    MACHINE,
+    TOLERANCE,
+    assert_loads,
+    assert_solved_as_one_process,
+    given,
+    in_one_stage,
+    loss_of,
+    on_ranks,
+    one_process,
+    solved,
+)
 from torch import Tensor, nn
 
 import tpplan
@@ -317,3 +328,20 @@ def test_an_encoder_and_a_decoder(name: str, weight: str) -> None:
         errors = relative_errors(found, {name: expected[name] for name in found})
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+
+
+class Reading(Stack):
+    """A model whose root reads weights of its layers, after each and in the end."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x) * layer.norm.weight
+        size = sum(layer.norm.weight.square().mean() for layer in self.layers)
+        logits: Tensor = self.head(self.norm(x)) * size
+        return logits
+
+
+@pytest.mark.parametrize("how", [{"stages": 2, "gpus": 2}, {"stages": 4, "gpus": 4}], ids=str)
+def test_weights_of_layers_of_other_stages_that_the_root_reads(how: dict[str, Any]) -> None:
+    assert_solved_as_one_process(Reading, **how)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import ModelError, first_line
-from tpplan.core.graph import within
+from tpplan.core.graph import joined_name, within
 from tpplan.plan.sections.modes import Precision
 from tpplan.plan.sections.ranks import RECEIVED
 from tpplan.stages.like_modules import Alike, are_alike
@@ -29,9 +29,10 @@ Run = Callable[[nn.Module, Sequence[Any], pytree.TreeSpec], Any]
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: what was
     received, or zeros that share one element of memory, those that it is given itself where they have the shape. Plain
-    attributes are read from the module; its tensors are on the meta device, in the dtype that they are computed with.
-    It keeps the module's parameters that the stage reads too. `units` are the model's layers whose inputs FSDP casts,
-    `run` says what the module gives (tpplan.trace.record_fx.given_on_meta)."""
+    attributes are read from the module; its tensors are on the meta device, in the dtype that they are computed with,
+    and once it was called with tensors that have memory, such zeros on their device stand for them. It keeps the
+    module's parameters that the stage reads too. `units` are the model's layers whose inputs FSDP casts, `run` says
+    what the module gives (tpplan.trace.record_fx.given_on_meta)."""
 
     def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str], run: Run) -> None:
         super().__init__()
@@ -39,6 +40,8 @@ class Stub(nn.Module):
         self.receives = False
         #: what the running call gives, where the stub stands for the layer before a stage
         self.received: tuple[Tensor, ...] | None = None
+        #: a tensor like those of the last call, on a device with memory
+        self.like: Tensor | None = None
         self.casts = precision is Precision.BF16_MIXED and name in units
         # In a tuple it is not registered: the module has no part in the stage's parameters, hooks or state.
         self._absent = (_computing_in(precision, name, _on_the_meta_device(module), units),)
@@ -57,6 +60,7 @@ class Stub(nn.Module):
         found = Stub.__new__(Stub)
         nn.Module.__init__(found)
         found.name, found.receives, found.received, found.casts = self.name, False, None, self.casts
+        found.like = None
         for key in _SHARED:
             found.__dict__[key] = self.__dict__[key]
         return found
@@ -91,7 +95,18 @@ class Stub(nn.Module):
         absent = self.__dict__.get("_absent")
         if absent is None or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(absent[0], name)
+        found, like = getattr(absent[0], name), self.__dict__.get("like")
+        return found if like is None else self._on_device(name, found, like)
+
+    def _on_device(self, name: str, found: Any, like: Tensor) -> Any:
+        """What stands for a tensor of the module, or for a module inside, where tensors have memory."""
+        if isinstance(found, nn.Module):
+            inside = Stub(joined_name(self.name, name), found, Precision.FP32, (), *self._run)
+            inside.like = like
+            return inside
+        with plain_calls():  # which the code around does not make
+            is_own = isinstance(found, Tensor) and found.is_meta
+            return stand_in(like, found.shape, found.dtype) if is_own else found
 
     @property
     def absent_class(self) -> type[nn.Module]:
@@ -111,6 +126,8 @@ class Stub(nn.Module):
                 f"module {self.name}, which is in another stage, is called without a tensor, by which its stub would "
                 "know the device: give the module a tensor, or plan without stages (--pp 1)"
             )
+        if not like.is_meta:
+            self.like = like.new_empty(())
         found, made = self._shapes(leaves, spec)
         if self.receives:
             given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
