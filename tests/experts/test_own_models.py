@@ -148,3 +148,26 @@ def test_evaluation_of_more_batches_on_one_rank() -> None:
     first, second = run_ranks(2, evaluated, plan, batches)
     assert first == pytest.approx(expected[0::2], rel=1e-5)
     assert second == pytest.approx(expected[1::2], rel=1e-5)
+
+
+class InLists(OwnMoe):
+    """Has the parts of its layers in lists, so that FSDP gathers parts, and experts by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = ([layer.norm, layer.router, layer.experts] for layer in self.layers)
+        self.layers = nn.ModuleList(nn.ModuleList(own) for own in parts)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for norm, router, experts in self.layers:
+            rows = norm(x).flatten(0, 1)
+            weight, index = router(rows).softmax(-1).topk(2)
+            x = x + experts(rows, index, weight).view_as(x)
+        return self.head(x)
+
+
+def test_experts_that_are_parts_of_lists() -> None:
+    plan = solved(InLists, gpus=2, ep=2, fsdp=2)
+    assert plan.experts is not None
+    assert_as_one_process(InLists, plan)

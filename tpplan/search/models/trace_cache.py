@@ -288,7 +288,8 @@ class TraceCache:
         one op in it; and its layers. `like` is as `trace` takes it."""
         layers = repeated_children(model)
         graph, opaques = self._marked(model, inputs, layers, notes_calls=notes_calls, like=like)
-        gathered = gathered_layers(model, graph)
+        divided = dict(self.subject.experts.calls) if self.subject.experts is not None else {}
+        gathered = tuple(name for name in gathered_layers(model, graph) if name not in divided)  # FSDP has these apart
         if gathered != layers and self.subject.casts:  # what enters others than it was thought
             graph, opaques = self._marked(model, inputs, gathered, notes_calls=notes_calls, like=like)
         return graph, opaques, gathered
