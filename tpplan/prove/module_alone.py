@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.graph import SAME_TENSOR, Boundary, Direction, ModelGraph, Op, within
+from tpplan.core.graph import SAME_TENSOR, Boundary, Direction, ModelGraph, Op, SourceKind, within
 from tpplan.core.layout import local_shape
 from tpplan.layouts.assignment import Assignment
 from tpplan.torch_internals import pytree
@@ -171,6 +171,19 @@ def nodes_of_call(graph: ModelGraph, module: str) -> Sequence[Op | Boundary]:
     once."""
     own = [place for place, node in enumerate(graph.nodes) if isinstance(node, Boundary) and node.module == module]
     return graph.nodes[own[0] : own[-1] + 1]
+
+
+def reads_its_own(graph: ModelGraph, module: str) -> bool:
+    """True where all that runs in a module's call reads what the module is given, makes or has: a weight that is put in
+    the place of its own (torch.func.functional_call) is none of these."""
+    nodes = nodes_of_call(graph, module)
+    known = {name for node in nodes for name in node.results}
+    for source in graph.sources:
+        is_inside = any(within(name, module) for name in (source.label, *source.aliases))
+        if is_inside or source.kind is SourceKind.CONSTANT:
+            known.add(source.result)
+    entries = {boundary.name for boundary in _entries(graph, module).values()}
+    return all(known.issuperset(node.operands) for node in nodes if node.name not in entries)
 
 
 def is_called_once(graph: ModelGraph, module: str) -> bool:

@@ -17,7 +17,7 @@ from tpplan.prove.compare import difference, difference_so_far, is_run_of
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.local_nodes import LocalNodes
-from tpplan.prove.module_alone import ModuleAlone, PassedError, WatchedCall, is_called_once
+from tpplan.prove.module_alone import ModuleAlone, PassedError, WatchedCall, is_called_once, reads_its_own
 from tpplan.stages.stage_model import received_on_a_rank
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
@@ -90,9 +90,11 @@ class Original:
 
     def alone(self, module: str) -> ModuleAlone | None:
         """The module as it is run alone; None where it is not called once, is given something else than tensors and
-        plain values, or does something else alone than in the model, on whole tensors."""
+        plain values, reads others, or does something else alone than in the model, on whole tensors."""
         graph = self.assignment.graph
         if module in ("", LOSS_SCOPE) or not is_called_once(graph, module) or self._runs_whole(module):
+            return None
+        if not reads_its_own(graph, module):
             return None
         call = WatchedCall(module)
         with self.fewer.left_out(self.model):

@@ -145,6 +145,8 @@ class _Attempts:
         #: the module that is run alone now, and the sizes with which that began
         self.alone = self._alone(until) if until is not None else None
         self.begun: Written = {}
+        #: whether a module alone showed the last difference, in place of the model
+        self.is_part = False
 
     def found(self, written: Written) -> Written | Counterexample:
         """The sizes with which the rank runs as it must, from those `written` on. Where no sizes will do, the
@@ -152,24 +154,24 @@ class _Attempts:
         key = self._key()
         if key in self.known.refuted and (problem := self._again(*self.known.refuted[key])) is not None:
             return problem
-        furthest: Counterexample | None = None
-        best = written
+        furthest: dict[bool, tuple[Written, Counterexample]] = {}  # seen in a module that ran alone, or in the model
         while problem := self._difference(written):
             if problem.culprit is not None:
                 return problem
             if wrong := self.started.keys() & self._modules_of(problem):
                 self.started, written = ({m: own[m] for m in own.keys() - wrong} for own in (self.started, written))
                 continue
-            if furthest is None or self.original.place_of(problem) > self.original.place_of(furthest):
-                furthest, best = problem, written
+            before = furthest.get(self.is_part)
+            if before is None or self._place_of(problem) > self._place_of(before[1]):
+                furthest[self.is_part] = written, problem
             if (more := self._next(problem, written)) != written:
                 written = more
-            elif self.alone is not None and not self._is_shown_by_all(furthest, best):
-                furthest, written = None, self.begun
+            elif (shown := self._shown_by_all(furthest)) is None:
+                written = self.begun
             else:
-                self.known.refuted[key] = best, furthest
-                self.known.note(self.assignment, best, self.compared.ran_before(furthest))
-                return furthest
+                self.known.refuted[key] = shown
+                self.known.note(self.assignment, shown[0], self.compared.ran_before(shown[1]))
+                return shown[1]
         return written
 
     def _again(self, written: Written, before: Counterexample) -> Counterexample | None:
@@ -207,11 +209,13 @@ class _Attempts:
     def _difference(self, written: Written) -> Counterexample | None:
         """The first difference with these sizes, of the module that is run alone while it has one, else of the model;
         which module is run alone from now on is decided here."""
+        self.is_part = False
         if self.alone is not None:
             found = self._seen(written, self.alone)
-            if self._is_all(self.alone) or (found is not None and found.culprit is None):
+            self.is_part = not self._is_all(self.alone)
+            if not self.is_part or (found is not None and found.culprit is None):
                 return found
-            self.alone = None
+            self.alone, self.is_part = None, False
         found = self._seen(written)
         if found is None or found.node is None or found.culprit is not None:
             return found
@@ -225,17 +229,24 @@ class _Attempts:
                 self._run_whole(alone)
         return found
 
-    def _is_shown_by_all(self, problem: Counterexample, written: Written) -> bool:
-        """True where the whole model shows a difference that a module alone has shown; else that is run alone no more.
-        A trial need not show more than it has."""
-        assert self.alone is not None
-        if self._is_all(self.alone):
-            return True
-        found = self._seen(written)
-        if found is not None and found.node == problem.node:
-            return True
+    def _shown_by_all(
+        self, furthest: dict[bool, tuple[Written, Counterexample]]
+    ) -> tuple[Written, Counterexample] | None:
+        """The furthest difference and its sizes, of those that a module alone and the model have shown. None where the
+        model does not show what a module did that is still run alone: it is not any more."""
+        seen_alone = furthest.pop(True, None)
+        if seen_alone is None or self._place_of(seen_alone[1]) <= self._place_of(furthest[False][1]):
+            return furthest[False]
+        found = self._seen(seen_alone[0])
+        if found is not None and found.node == seen_alone[1].node:
+            return seen_alone
+        if self.alone is None:
+            return furthest[False]
         self._run_whole(self.alone)
-        return False
+        return None
+
+    def _place_of(self, problem: Counterexample) -> int:
+        return self.original.place_of(problem)
 
     def _is_all(self, alone: ModuleAlone) -> bool:
         """True where a trial is of that module and nothing else."""
