@@ -1,6 +1,7 @@
 """A model, its inputs and what a plan says of it, to hold the applied model against."""
 
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from functools import cache, cached_property
 
 from torch import nn
 
+from tpplan.core.errors import ModelError, first_line
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Op, enclosing, within
 from tpplan.core.graph_fingerprint import graph_fingerprint
 from tpplan.layouts.assignment import Assignment
@@ -27,6 +29,8 @@ from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.stopped_trace import TraceError
 from tpplan.trace.trace import Loss, trace
 from tpplan.trace.whole.opaque import Opaques
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +106,17 @@ class Original:
             def fresh() -> nn.Module:
                 return call.watched(copied(self.model))
 
-            with contextlib.suppress(TraceError):
+            with contextlib.suppress(ModelError):
                 trace(fresh(), self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques, fresh=fresh)
             if call.seen is None:
                 return None
-            calling = call.seen.calling(_stopping_after(copied(self.model), module))
+            calling, is_like = call.seen.calling(_stopping_after(copied(self.model), module)), False
             try:
                 trace(calling, call.seen.on_whole(), cast=self.cast, opaques=self.opaques, is_compared=True)
             except TraceError as error:
                 is_like = isinstance(error.__cause__, PassedError) and is_run_of(graph, module, error.ran)
+            except ModelError as error:
+                logger.info("module %s is not run alone: %s", module, first_line(error))
         return call.seen if is_like else None
 
     def _runs_whole(self, module: str) -> bool:

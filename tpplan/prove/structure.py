@@ -79,7 +79,7 @@ PATIENCE = 3
 
 @dataclass(slots=True)
 class KnownSizes:
-    """What checks of a graph's plans on so many tp ranks have found.
+    """Remembers what checks of plans for one graph and one number of tp ranks have found.
 
     `found` has sizes by module and by the strategies that its code saw when it ran as it must; `refuted`, by what
     decides a check, the sizes with which a refuted model came furthest, and how it differed; `unlike` are the classes
@@ -92,7 +92,7 @@ class KnownSizes:
 
     @classmethod
     def of(cls, assignment: Assignment) -> "KnownSizes":
-        """Those of an assignment's graph."""
+        """The sizes known for the graph and the tp ranks of an assignment."""
         return assignment.graph.once((cls, assignment.tp), cls)
 
     def of_modules(self, assignment: Assignment) -> Written:
@@ -184,7 +184,7 @@ class _Attempts:
         return problem
 
     def _key(self) -> Hashable:
-        """What decides the outcome of all attempts."""
+        """A key of all that decides the outcome of the attempts: the rank, the layers left out, the strategies."""
         return self.rank, tuple(self.compared.fewer.standing), frozenset(self.assignment.strategies.items())
 
     def _modules_of(self, problem: Counterexample) -> set[str]:

@@ -99,7 +99,7 @@ class Stub(nn.Module):
         return found if like is None else self._on_device(name, found, like)
 
     def _on_device(self, name: str, found: Any, like: Tensor) -> Any:
-        """What stands for a tensor of the module, or for a module inside, where tensors have memory."""
+        """Returns zeros for a tensor of the module, and a stub for a module inside it, on the device of `like`."""
         if isinstance(found, nn.Module):
             inside = Stub(joined_name(self.name, name), found, Precision.FP32, (), *self._run)
             inside.like = like
@@ -223,7 +223,7 @@ def without_memory(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
 
 
 def stand_in(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
-    """The same for code that may write to it: it has memory of its own from then on."""
+    """Zeros of a shape that share one element until code writes to them, and have memory of their own from then on."""
     found = without_memory(like, shape, dtype)
     if type(found) is not Tensor or found.is_meta:  # where a write needs no memory
         return found
