@@ -119,6 +119,34 @@ class Averaged(Seen):
         return found
 
 
+class Remembered(Seen):
+    """What forward keeps in a plain attribute, the next one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(4 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raised = self.up(Attention.forward(self, x))
+        scale = 1 + self.last.mean()
+        self.last = raised.detach().mean((0, 1))
+        return self.down(raised.relu()) * scale
+
+
+class Begun(Remembered):
+    """The first forward has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.last
+
+    def forward(self, x: Tensor) -> Tensor:
+        raised = self.up(Attention.forward(self, x))
+        scale = 1 + self.last.mean() if hasattr(self, "last") else 1
+        self.last = raised.detach().mean((0, 1))
+        return self.down(raised.relu()) * scale
+
+
 class Viewed(Slopes):
     """Forward writes to a view of the buffer."""
 
@@ -213,6 +241,19 @@ def test_a_buffer_that_forward_changes_is_read_whole(attention: type[Attention])
     plan = planned(attention, 2)
     assert plan.buffers is None
     same_on_ranks(attention, plan)
+
+
+def test_what_forward_keeps_in_an_attribute_for_the_next_is_whole() -> None:
+    plan = planned(Remembered, 2, pins={"*": "megatron"})
+    assert plan.parameters["*.up.weight"].placement == S(0)
+    same_on_ranks(Remembered, plan)
+
+
+def test_a_module_whose_next_forward_runs_other_code_for_what_it_has_kept_runs_whole() -> None:
+    plan = planned(Begun, 2)
+    (reason,) = {own.reason for own in (plan.opaque or {}).values()}
+    assert "the forward keeps a tensor at 1.last, which the next forward reads and the first one does not" in reason
+    same_on_ranks(Begun, plan)
 
 
 @pytest.mark.parametrize("attention", [Seen, Averaged])

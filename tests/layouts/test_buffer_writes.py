@@ -137,6 +137,66 @@ class Counts(Model):
         return h / self.mean
 
 
+class Attribute(Model):
+    """A moving average in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = torch.zeros(HIDDEN)
+
+    def between(self, h: Tensor) -> Tensor:
+        centered = h - self.running
+        self.running = 0.9 * self.running + 0.1 * h.detach().mean((0, 1))
+        return centered
+
+
+class InPlace(Attribute):
+    def between(self, h: Tensor) -> Tensor:
+        centered = h - self.running
+        self.running.lerp_(h.detach().mean((0, 1)), 0.1)
+        return centered
+
+
+class InList(Attribute):
+    """The last step's activations, and what they were made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = {"all": [torch.zeros(2, LENGTH, HIDDEN)]}
+
+    def between(self, h: Tensor) -> Tensor:
+        moved = h - self.last["all"][0].mean()
+        self.last = {"all": [h.detach()]}
+        return moved
+
+
+class Shown(Attribute):
+    """Attributes that forward alone writes, for whoever looks at them."""
+
+    def between(self, h: Tensor) -> Tensor:
+        self.seen = h.detach()
+        self.largest = h.detach().amax()
+        return h
+
+
+class Lazily(Attribute):
+    """A table that the first step makes, of numbers alone."""
+
+    def between(self, h: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(HIDDEN, device=h.device).to(h.dtype).cos()
+        return h * self.table
+
+
+class Once(Attribute):
+    """What the first step found, for all others."""
+
+    def between(self, h: Tensor) -> Tensor:
+        if not hasattr(self, "first"):
+            self.first = h.detach().mean((0, 1))
+        return h - self.first
+
+
 class Spectral(Model):
     """Buffers that are written from weights."""
 
@@ -169,6 +229,11 @@ def written(build: type[nn.Module]) -> dict[str, bool]:
         (Watches, {"mean": False}),
         (Scratch, {"mean": False}),
         (Counts, {}),
+        (Attribute, {"running": True}),
+        (InPlace, {"running": True}),
+        (InList, {"last.all.0": True}),
+        (Shown, {}),
+        (Lazily, {}),
         (Spectral, {}),
         (Model, {}),
     ],
@@ -190,9 +255,14 @@ class Hidden(nn.Module):
         return self.inner.forward(x) * self.scale.item()
 
 
-@pytest.mark.parametrize("inner", [Average, ReadFirst, Replaces, PartByPart, Codebook, Handed, Together])
+@pytest.mark.parametrize(
+    "inner",
+    [Average, ReadFirst, Replaces, PartByPart, Codebook, Handed, Together, Attribute, InPlace, Once],
+)
 def test_where_code_is_not_seen_through_its_buffers_are_found_too(inner: type[Model]) -> None:
-    with pytest.raises(UsageError, match=r"buffer inner.* from rows of the batch .*on 2 data-parallel ranks"):
+    with pytest.raises(
+        UsageError, match=r"(buffer|attribute) inner.* from rows of the batch .*on 2 data-parallel ranks"
+    ):
         solve(lambda: Hidden(inner), tp=1, fsdp=2)
 
 
@@ -218,13 +288,19 @@ def test_data_parallel_ranks_are_refused_by_name_and_line(build: type[nn.Module]
         solve(build, tp=1, fsdp=2)
 
 
+@pytest.mark.parametrize(("build", "name"), [(Attribute, "running"), (InPlace, "running"), (InList, "last.all.0")])
+def test_so_are_those_that_would_keep_their_own_rows_in_an_attribute(build: type[nn.Module], name: str) -> None:
+    with pytest.raises(UsageError, match=rf"attribute {name} from rows of the batch .*on 2 data-parallel ranks"):
+        solve(build, micro_batch=2, tp=1, fsdp=2)
+
+
 def test_of_several_meshes_one_whose_ranks_have_the_same_rows_is_taken() -> None:
     plan = solve(Average)
     assert plan.mesh.data_parallel == 1
     assert plan.proof.status is ProofStatus.PROVEN
 
 
-@pytest.mark.parametrize("build", [Norms, Watches, Scratch, Counts, Spectral])
+@pytest.mark.parametrize("build", [Norms, Watches, Scratch, Counts, Shown, Lazily, Spectral])
 def test_buffers_that_training_does_not_read_or_that_are_alike_stand_beside_data_parallel_ranks(
     build: type[nn.Module],
 ) -> None:

@@ -228,6 +228,9 @@ class ModelGraph:
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
     #: (module, a module around it by its name) where the former was called while the latter did not run
     apart: frozenset[tuple[str, str]] = field(default=frozenset(), hash=False, compare=False)
+    #: constant's value name -> where the model holds the tensor, which is neither a parameter nor a buffer; absent for
+    #: a constant that forward makes
+    held: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

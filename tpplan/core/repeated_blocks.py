@@ -4,7 +4,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from tpplan.core.graph import LOSS_SCOPE, Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, joined_name, within
+from tpplan.core.graph import (
+    LEFT_AT,
+    LOSS_SCOPE,
+    Argument,
+    Boundary,
+    ModelGraph,
+    Op,
+    Ref,
+    RepeatedBlock,
+    joined_name,
+    within,
+)
 
 
 def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> ModelGraph:
@@ -37,7 +48,7 @@ def like_modules(graph: ModelGraph, module: str) -> tuple[str, ...]:
     repeated block agree."""
 
     def found() -> tuple[str, ...]:
-        parameters = {source.result: source.label for source in graph.sources}
+        parameters = _labels(graph)
         own, size = _labelled(graph, parameters, module), len(members(graph, module))
         scopes = graph.nodes_by_module.items()
         others = (name for name, nodes in scopes if len(nodes) == size and name not in (module, LOSS_SCOPE))
@@ -77,11 +88,19 @@ def _like_ops(graph: ModelGraph) -> dict[str, str]:
 
 
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
-    parameters = {source.result: source.label for source in graph.sources}
+    parameters = _labels(graph)
     alike: dict[object, list[int]] = defaultdict(list)
     for index in indices:
         alike[_labelled(graph, parameters, joined_name(prefix, str(index)))].append(index)
     return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for siblings in alike.values() if len(siblings) > 1]
+
+
+def _labels(graph: ModelGraph) -> dict[str, str]:
+    """The labels of sources by their values: of a constant that forward replaces, the attribute where it is held, as
+    its siblings have other numbers."""
+    replaced = {path.removeprefix(LEFT_AT) for path, _ in graph.outputs if path.startswith(LEFT_AT)}
+    held = {name: path.rpartition(".")[2] for name, path in graph.held.items() if path in replaced}
+    return {source.result: source.label for source in graph.sources} | held
 
 
 def _labelled(graph: ModelGraph, parameters: Mapping[str, str], module: str) -> tuple[object, ...]:

@@ -250,8 +250,14 @@ def _read_once(graph: ModelGraph) -> frozenset[str]:
 
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
     """Values that the user can read and did not declare unused: outputs of the step, outputs of the model beside its
-    loss, and tensors that forward leaves behind; without outputs in passing."""
-    of_step = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
+    loss, and tensors that forward leaves behind; without outputs in passing. What forward leaves without a gradient is
+    for the next step, and never unused."""
+    of_step = {
+        value
+        for path, value in graph.outputs
+        if path.removeprefix(LEFT_AT) not in unused
+        or (path.startswith(LEFT_AT) and not graph.values[value].carries_gradient)
+    }
     of_model = {value for path, value in graph.returned.items() if path not in unused}
     return frozenset((of_step | of_model) - set(graph.returned_in_passing.values()))
 

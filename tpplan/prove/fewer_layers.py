@@ -86,6 +86,7 @@ class FewerLayers:
             read_by_stubs=frozenset(images.get(name, name) for name in graph.read_by_stubs),
             lines=graph.lines,
             other_names=graph.other_names,
+            held={name: path for name, path in graph.held.items() if name not in values},
         )
 
     def _images(self, graph: ModelGraph) -> dict[str, str]:

@@ -175,6 +175,7 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
         path.removeprefix(LEFT_AT)
         for path, value in assignment.graph.outputs
         if path.startswith(LEFT_AT) and assignment.layout(value) == R
+        if assignment.graph.values[value].carries_gradient
     ]
     if left:
         yield (

@@ -103,6 +103,13 @@ def is_recording() -> bool:
     return get_proxy_mode() is not None
 
 
+def is_recorded(tensor: Tensor) -> bool:
+    """True for the result of a recorded op, and for a tensor that has a placeholder."""
+    mode: Any = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return slot is not None and slot.proxy.node.op != "get_attr"
+
+
 def unrecorded() -> contextlib.AbstractContextManager[object]:
     """A context in which no op is recorded."""
     return disable_proxy_modes_tracing()

@@ -1,6 +1,7 @@
 """From a recorded program to a ModelGraph: one walk over the nodes, which copies traced layers for their siblings."""
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,10 @@ class GraphReader:
     #: for each tensor with a gradient that is no parameter of the model, an entry of ModelGraph.questions: the trace
     #: takes it for a constant
     unregistered: list[tuple[str, str, bool]] = field(default_factory=list)
+    #: by a constant's value, where the model holds it before the forward
+    held: dict[str, str] = field(default_factory=dict)
+    #: where forward keeps a tensor without a gradient -> the value; known after `read`
+    kept: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def module_names(self) -> dict[str, str]:
@@ -92,22 +97,24 @@ class GraphReader:
         named = self.model.named_modules(remove_duplicate=False)
         return {name: first.setdefault(id(module), name) for name, module in named}
 
-    def read(self, *, is_compared: bool = False) -> ModelGraph:
-        """The graph of the whole program. is_compared: the graph is only compared with another one, node by node; it
-        does not say which values are read or which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
+    def read(self) -> ModelGraph:
+        """The graph of the whole program, which does not say which values are read or which blocks repeat. Raises
+        UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
         outputs = self._walk(names)
-        num_returned = len(outputs) - len(self.program.left)
+        num_returned = len(outputs) - len(self.program.left) - len(self.program.kept)
         tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
         leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
         named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
-        left = zip(self.program.left, outputs[num_returned:], strict=True)
+        behind = zip((*self.program.left, *self.program.kept), outputs[num_returned:], strict=True)
+        left = list(itertools.islice(behind, len(self.program.left)))
+        self.kept = {where: leaf.name for where, leaf in behind if isinstance(leaf, Ref)}
         named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
-        stubs = {name for name, module in self.model.named_modules() if isinstance(module, Stub)}
+        stubs = self._stubs()
         dropped = unread_in_stubs(self.nodes, stubs, [name for _, name in named]) if stubs else []
         gone, made = {node.name for node in dropped}, {name for node in dropped for name in node.results}
-        graph = ModelGraph(
+        return ModelGraph(
             values={name: value for name, value in self.values.items() if name not in made},
             sources=tuple(self.sources),
             nodes=tuple(node for node in self.nodes if node.name not in gone),
@@ -117,12 +124,17 @@ class GraphReader:
             read_by_stubs=frozenset(name for node in dropped for name in node.operands) - made,
             lines=self.lines,
             other_names=self._other_names(),
+            held=self.held,
         )
-        if is_compared:
-            return graph
+
+    def complete(self, graph: ModelGraph) -> ModelGraph:
+        """The graph with which of its values are read, and which blocks repeat."""
         unread = unread_values(graph)
         values = graph.values | {name: replace(graph.values[name], is_read=False) for name in unread}
-        return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
+        return find_repeated_blocks(replace(graph, values=values) if unread else graph, self._stubs())
+
+    def _stubs(self) -> set[str]:
+        return {name for name, module in self.model.named_modules() if isinstance(module, Stub)}
 
     def _other_names(self) -> dict[str, tuple[str, ...]]:
         found: dict[str, tuple[str, ...]] = {}
@@ -208,6 +220,8 @@ class GraphReader:
             self._add_value(name, value, carries_gradient=False)
             label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()
             self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
+            if not is_of_functorch(value) and (path := self.program.held.get(storage_key(value))) is not None:
+                self.held[name] = path
         return Ref(name)
 
     def _held(self) -> set[str]:

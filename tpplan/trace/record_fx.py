@@ -33,7 +33,7 @@ from tpplan.torch_internals.recording import (
     results_kept_by,
     untraced,
 )
-from tpplan.torch_internals.tensors import local_part, plain_calls
+from tpplan.torch_internals.tensors import local_part, plain_calls, storage_key
 from tpplan.trace.answers.concrete_values import Compared, ConcreteValues, Question, misses_forgotten
 from tpplan.trace.answers.cond import higher_order_ops_traced
 from tpplan.trace.answers.data_dependent_sizes import Counts, as_many_as_can_be, counting_by
@@ -43,6 +43,7 @@ from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
+from tpplan.trace.left_behind import LeftBehind
 from tpplan.trace.noted_calls import CallNotes
 from tpplan.trace.whole.opaque_run import given_by
 
@@ -78,6 +79,10 @@ class Program:
     out_spec: pytree.TreeSpec
     #: where the forward leaves tensors behind, by dotted path; as outputs these tensors follow the returned ones
     left: tuple[str, ...]
+    #: where it keeps tensors without a gradient, as outputs behind those
+    kept: tuple[str, ...]
+    #: by a storage's key, where the model holds a tensor before the forward
+    held: Mapping[int, str]
     questions: tuple[Question, ...]
     #: lines of code where data decides a size, and the size that was taken instead
     guessed: Mapping[str, str]
@@ -102,7 +107,7 @@ def record(
     scope: Callable[[], str],
     otherwise: frozenset[int] = frozenset(),
     extra: int = 0,
-    left: Mapping[str, Tensor] | None = None,
+    behind: LeftBehind | None = None,
     calling: CallNotes | None = None,
     compared: Compared | None = None,
 ) -> Program:
@@ -110,14 +115,14 @@ def record(
 
     paths: names of the leaves. scope(): name of the module that is running. otherwise: numbers of the yes-or-no
     questions about the leaves' values that are answered the other way. extra: elements added wherever data decides how
-    many there are; where the data is not known, there are as many as there can be, or an even share. left: filled by
+    many there are; where the data is not known, there are as many as there can be, or an even share. behind: filled by
     the module while it runs, with tensors that become outputs. calling: notes the calls of modules. compared: of an
     earlier program, where it has any. Draws from NumPy and Python are the same in every run.
 
     Raises StoppedError where the forward raises, or asks what only real data can answer.
     """
     placed = [_placed(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    given = _given(module, paths, placed)
+    given, behind = _given(module, paths, placed), behind or LeftBehind()
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     known = ConcreteValues(inputs, otherwise, extra, compared)
     counts = Counts(known, extra)
@@ -140,7 +145,8 @@ def record(
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_dataclasses_as_dicts(output))
         specs.append(spec)
-        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in (*found, *(left or {}).values())]
+        found += [*behind.outputs.values(), *behind.kept.values()]
+        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
 
     try:
         with _ONE_AT_A_TIME, same_draws(), more_shapes_known(), counting_by(counts), results_kept_by(_aliased):
@@ -148,7 +154,7 @@ def record(
             _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
         raise StoppedError(_without_empty(graphs[0]) if graphs else torch.fx.Graph()) from error
-    return _program(graph_module, given, specs[0], tuple(left or ()), known, counts)
+    return _program(graph_module, given, specs[0], behind, known, counts)
 
 
 class _Called(nn.Module):
@@ -193,7 +199,7 @@ def _program(
     graph_module: torch.fx.GraphModule,
     given: Sequence[tuple[SourceKind, str, Tensor]],
     out_spec: pytree.TreeSpec,
-    left: tuple[str, ...],
+    behind: LeftBehind,
     known: ConcreteValues,
     counts: Counts,
 ) -> Program:
@@ -206,7 +212,9 @@ def _program(
             for name, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=out_spec,
-        left=left,
+        left=tuple(behind.outputs),
+        kept=tuple(behind.kept),
+        held=dict(_storages(behind.before)),
         questions=tuple(known.questions),
         guessed={
             **{line: f"{count} elements, all there can be" for line, count in counts.guessed.items()},
@@ -216,6 +224,13 @@ def _program(
         varies=counts.varies or bool(known.guessed),
         compared={place: values for place, values in known.compared.items() if len(values) > 1},
     )
+
+
+def _storages(held: Mapping[str, Tensor]) -> Iterator[tuple[int, str]]:
+    """Yields the storage's key of each tensor that has one, and the tensor's path."""
+    for path, tensor in held.items():
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # of sparse tensors, and inside torch.func
+            yield storage_key(tensor), path
 
 
 def _placed(leaf: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.dedup_layers import alike_layers
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.fx_to_graph import CapturedError, UnreadableError
+from tpplan.trace.left_behind import CarriedError
 from tpplan.trace.stopped_trace import ReplacedError, TraceError
 from tpplan.trace.trace import Loss, quiet, trace, training, unchanged
 from tpplan.trace.whole.opaque import OpaqueCall, Opaques, UnobservedError
@@ -87,7 +88,7 @@ def _trace_until_through(marks: "_Marks", build: Callable[[], nn.Module], run: C
             _mark_failed(marks, build, error)
         except CapturedError:
             raise
-        except (UnreadableError, ReplacedError) as error:
+        except (UnreadableError, ReplacedError, CarriedError) as error:
             marks.add(error.module, first_line(error), error)
         else:
             outside = next(_read_outside(graph, marks), None)

@@ -44,7 +44,7 @@ from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.layer_images import NotAlikeError
-from tpplan.trace.left_behind import held_tensors, left_behind
+from tpplan.trace.left_behind import Kept, LeftBehind, with_carried
 from tpplan.trace.noted_calls import CallNotes, digest, naming_modules
 from tpplan.trace.record_fx import Program, StoppedError, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
@@ -141,18 +141,17 @@ class _Step(nn.Module):
         self.model = model
         self.loss = loss
         self.spec = spec
-        #: tensors that the model's forward leaves behind, by where they are held (tpplan.trace.left_behind)
-        self.left: dict[str, torch.Tensor] = {}
+        self.behind = LeftBehind()
 
     def forward(self, *leaves: Any) -> Any:
         inputs = pytree.tree_unflatten(list(leaves), self.spec)
         accepted = forward_inputs(self.model, inputs)
-        before = held_tensors(self.model)
+        self.behind.start(self.model)
         device_type = autocast_device()
         with autocast_on(device_type) if device_type is not None else contextlib.nullcontext():
             with custom_ops.OwnOperators():
                 outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
-            self.left.update(left_behind(self.model, before))
+            self.behind.end(self.model)
             return self.loss(outputs, inputs) if self.loss is not None else outputs
 
 
@@ -243,13 +242,34 @@ def _run_deduplicated(
         model = next(copies)()
         once = like_layers_once(model, marks, request.plan_digest, classes)
         try:
-            return _run(model, request, once, marks, extra)
+            return _with_next(model, request, extra, _run(model, request, once, marks, extra))
         except NotAlikeError as reason:
             logger.info("more layers are traced: %s", reason)
             classes = reason.classes
         if not classes:
             break
-    return _run(next(copies)(), request, contextlib.nullcontext(), BoundaryMarks(request.cast, []), extra)
+    model = next(copies)()
+    return _with_next(model, request, extra, _run_layer_by_layer(model, request, extra))
+
+
+def _with_next(
+    model: nn.Module, request: _TraceArguments, extra: int, ran: tuple[ModelGraph, GraphReader]
+) -> tuple[ModelGraph, Program]:
+    """The graph and program of a run, with what the model, which it has left as it is now, hands to its next one."""
+    graph, reader = ran
+
+    def run_again() -> tuple[ModelGraph, Kept]:
+        later, its = _run_layer_by_layer(model, replace(request, notes_calls=False), extra)
+        return later, its.kept
+
+    if reader.kept:
+        graph = with_carried(graph, reader.kept, run_again)
+    return graph if request.is_compared else reader.complete(graph), reader.program
+
+
+def _run_layer_by_layer(model: nn.Module, request: _TraceArguments, extra: int) -> tuple[ModelGraph, GraphReader]:
+    """One run in which every layer is traced."""
+    return _run(model, request, contextlib.nullcontext(), BoundaryMarks(request.cast, []), extra)
 
 
 def assumptions(
@@ -302,8 +322,8 @@ def _run(
     once: contextlib.AbstractContextManager[None],
     marks: BoundaryMarks,
     extra: int,
-) -> tuple[ModelGraph, Program]:
-    """One run of the model: its graph, and the program that the graph was read from.
+) -> tuple[ModelGraph, GraphReader]:
+    """One run of the model: its graph, and the reader that made it of a program.
 
     once: the context in which like layers are traced once. marks: those of module boundaries, for this run alone.
     Raises what `trace` raises, and NotAlikeError.
@@ -330,16 +350,19 @@ def _run(
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
             step = _Step(model, request.loss, spec)
-            program = record(step, leaves, paths, scope, request.otherwise, extra, step.left, calling, request.compared)
+            program = record(
+                step, leaves, paths, scope, request.otherwise, extra, step.behind, calling, request.compared
+            )
         except StoppedError as stopped:
             check_modules(model, modules, parameters)
             error = explained(stopped, model, request.inputs, running, has_loss=request.loss is not None)
             raise error from stopped.__cause__
         check_modules(model, modules, parameters)
-        graph = GraphReader(model, program).read(is_compared=request.is_compared)
+        reader = GraphReader(model, program)
+        graph = reader.read()
         questions = *graph.questions, *_guessed(graph, opaques)
         graph = replace(graph, questions=questions, apart=frozenset(apart))
-        return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
+        return replace(graph, calls=_digests(calling)) if calling is not None else graph, reader
 
 
 def _guessed(graph: ModelGraph, opaques: Opaques) -> Iterator[tuple[str, str, bool]]:

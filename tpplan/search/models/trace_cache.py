@@ -61,12 +61,20 @@ class Traced:
     def buffers_written(self) -> tuple[BufferWrite, ...]:
         """The buffers that the forward writes to from rows of the batch, those in modules that run whole included."""
         found = {own.label: own for own in buffers_written(self.graph)}
+        buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         observed = self.opaques.by_key()
         for op in self.graph.ops if observed else ():
             for name, is_read in observed[str(op.args[2])].buffers if op.target == OPAQUE else ():
                 label = joined_name(op.module, name)
                 if label not in found or not found[label].is_read:
-                    found[label] = BufferWrite(label=label, module=op.module, target=OPAQUE, line="", is_read=is_read)
+                    found[label] = BufferWrite(
+                        label=label,
+                        module=op.module,
+                        target=OPAQUE,
+                        line="",
+                        is_read=is_read,
+                        is_plain=label not in buffers,
+                    )
         return tuple(found.values())
 
     def original(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tpplan.core.errors import first_line
+from tpplan.core.graph import joined_name
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.fakes import (
@@ -231,6 +232,14 @@ def _run_forward(
     )
 
 
+def _attributes(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a module and its submodules hold in plain attributes, by name."""
+    named = (
+        (joined_name(name, key), own) for name, inner in module.named_modules() for key, own in vars(inner).items()
+    )
+    return {name: own for name, own in named if isinstance(own, Tensor)}
+
+
 def _call_forward(
     module: nn.Module,
     args: Any,
@@ -239,8 +248,8 @@ def _call_forward(
     make_context: ContextFactory,
     guessing: contextlib.AbstractContextManager[object],
 ) -> tuple[Any, dict[str, nn.Parameter], dict[str, Tensor]]:
-    """A forward's output, and the module's parameters and buffers after it. Raises UnobservableError where the code
-    asked for what no plan can know, even if it caught the error."""
+    """A forward's output, and the module's parameters and other tensors after it. Raises UnobservableError where the
+    code asked for what no plan can know, even if it caught the error."""
     refused: list[str] = []
     with (
         unfinished_ended(),
@@ -251,8 +260,10 @@ def _call_forward(
         as_planned("cpu", refused.append),
         machine_as_planned(refused.append),
     ):
+        log.origins.start(_attributes(module))
         output = type(module).forward(module, *args, **kwargs)
         after, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        buffers |= _attributes(module)
     if refused:
         raise UnobservableError(refused[0])
     return output, after, buffers

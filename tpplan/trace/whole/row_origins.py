@@ -27,6 +27,12 @@ class RowOrigins:
     def __init__(self, given: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:
         self._found = {storage_key(tensor): frozenset({BATCH}) for tensor in given}
         self._found |= {storage_key(buffer): frozenset({name}) for name, buffer in buffers.items()}
+        self._known = set(buffers)
+
+    def start(self, held: Mapping[str, Tensor]) -> None:
+        """Notes the tensors that the module holds before it runs in plain attributes, by name, as further buffers."""
+        self._known |= held.keys()
+        self._found |= {storage_key(tensor): frozenset({name}) for name, tensor in held.items()}
 
     def follow(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Iterable[Tensor]) -> None:
         """Notes what a call made and wrote to."""
@@ -47,10 +53,13 @@ class RowOrigins:
             self._found[key] = self._of(operands[1:]) if is_over else read | self._found.get(key, frozenset())
 
     def written(self, after: Mapping[str, Tensor], outputs: Iterable[Tensor]) -> tuple[tuple[str, bool], ...]:
-        """The buffers that follow from rows `after` the run, each with whether a later run's outputs follow from it."""
+        """The buffers that follow from rows `after` the run, each with whether outputs of a later run follow from it;
+        one that was not there before the run is taken to be read."""
         ends = {name: self._of((buffer,)) for name, buffer in after.items()}
         read = reached(self._of(outputs), ends)
-        return tuple((name, name in read) for name in ends if BATCH in reached(ends[name], ends))
+        return tuple(
+            (name, name in read or name not in self._known) for name in ends if BATCH in reached(ends[name], ends)
+        )
 
     def _of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
         return frozenset().union(*(self._found.get(storage_key(tensor), frozenset()) for tensor in tensors))
