@@ -1,4 +1,5 @@
-"""Layers that are not called: the code around them calls their parts, a method or the forward, or reads their weights.
+"""Layers that are not called: the code around them calls their parts, a method or the forward, or reads their weights;
+and layers that share weights, whose weights are read in other layers' calls.
 
 FSDP gathers a module, and a checkpoint runs it again, where it is called, so that plans do this to modules that are.
 """
@@ -97,6 +98,33 @@ class Model(nn.Module):
         return logits
 
 
+class OneModule(Model):
+    """All layers have one of their modules in common."""
+
+    def __init__(self) -> None:
+        super().__init__("call")
+        for layer in self.layers:
+            layer.second.a = self.layers[0].second.a  # type: ignore[union-attr]
+
+
+class OneWeight(Model):
+    """All layers have a weight in common, each in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("call")
+        for layer in self.layers:
+            layer.second.a.weight = self.layers[0].second.a.weight  # type: ignore[union-attr]
+
+
+class Again(Model):
+    """Each layer stands in the list twice."""
+
+    def __init__(self) -> None:
+        super().__init__("call")
+        first, second, *_ = self.layers
+        self.layers = nn.ModuleList([first, second, first, second])
+
+
 class InFloat32(Model):
     """What goes from part to part is in float32, which FSDP casts as it enters one."""
 
@@ -162,6 +190,39 @@ def test_units_are_modules_that_are_called(way: str) -> None:
     expected = (f"layers.{layer}{unit}" for layer in range(LAYERS) for unit in UNITS[way])
     assert set(plan.fsdp_units()) == {*expected, ""}
     assert_as_one_process(partial(Model, way), plan)
+
+
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [
+        (
+            OneModule,
+            {f"layers.{i}.{part}" for i in range(LAYERS) for part in ("first", "second.b")} | {"layers.0.second.a"},
+        ),
+        (OneWeight, {f"layers.{i}.{part}" for i in range(LAYERS) for part in ("first", "second.b")}),
+        (Again, {"layers.0", "layers.1"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpus": 2},
+        {"gpus": 2, "micro_batch": BATCH // 4, "reshard_after_forward": True},
+        {"gpus": 2, "micro_batch": BATCH // 4, "reshard_after_forward": False},
+        {"gpus": 4},
+    ],
+)
+def test_what_layers_share_is_in_none_of_their_units(
+    build: Callable[[], nn.Module], units: set[str], options: dict[str, Any]
+) -> None:
+    plan = solved(build, **options)
+    assert set(plan.fsdp_units()) == {*units, ""}
+    if plan.batch.accumulation_steps == 1:
+        assert_as_one_process(build, plan)
+    seen = fake_step(build, text(plan.batch.micro_batch, LENGTH), loss, plan)
+    assert differences(plan, listed(plan), seen.issued) == []
+    assert seen.tracked is not None
+    assert sum(plan.predicted.memory_bytes.values()) == pytest.approx(seen.tracked.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("way", ["list", "method", "weight"])

@@ -173,8 +173,10 @@ class _MicroBatches:
 
     def _stays_gathered(self, unit: FsdpUnit) -> bool:
         """True for a unit that one micro-batch leaves gathered for the next."""
-        is_resharded = bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
-        return self.assignment.gathered_once and not is_resharded
+        return self.assignment.gathered_once and not self._is_resharded(unit)
+
+    def _is_resharded(self, unit: FsdpUnit) -> bool:
+        return bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
 
     def _backward(self, track: _Track, *, is_last: bool) -> None:
         for position in range(len(self._decisions) - 1, -1, -1):
@@ -221,14 +223,15 @@ class _MicroBatches:
             return _NOTHING
         communication = self.formulation.objective.fsdp_communication
         gather, _, _ = communication.collectives_of(self._priced_as(unit))
-        return self._beside(gather, communication.hiding_compute(self._priced_as(unit))[0] if unit.name else None)
+        sent = communication.sent_in_forward(unit, gather, reshards=self._is_resharded(unit))
+        return self._beside(sent, communication.hiding_compute(self._priced_as(unit))[0] if unit.name else None)
 
     def _repeated(self, unit: FsdpUnit, *, is_last: bool) -> _Beside:
         """The transfers of backward: the gather again, where the unit was resharded, and the reductions."""
         communication, priced_as = self.formulation.objective.fsdp_communication, self._priced_as(unit)
         gather, scatter, reduce = communication.collectives_of(priced_as)
-        reshards = bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
-        sent = communication.sent_in_backward(gather, scatter, reshards=reshards, is_last=is_last)
+        reshards = self._is_resharded(unit)
+        sent = communication.sent_in_backward(unit, gather, scatter, reshards=reshards, is_last=is_last)
         if sent is None:
             return _NOTHING
         beside = None

@@ -5,6 +5,7 @@ shares. Every tensor that crosses into or out of a module's forward is a Boundar
 node.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -264,6 +265,20 @@ class ModelGraph:
         shape = self.values[source.result].shape
         return (shape[0] * source.ep, *shape[1:]) if source.ep > 1 else shape
 
+    def holders(self, source: Source) -> tuple[frozenset[str], ...]:
+        """For each name of a parameter or buffer, the first names of the modules that have it by that name."""
+        modules = (name.rpartition(".")[0] for name in (source.label, *source.aliases))
+        return tuple(frozenset(self.first_names.get(own, own) for own in enclosing(module)) for module in modules)
+
+    @cached_property
+    def times_called(self) -> dict[str, int]:
+        """Name of a module that tensors leave -> how often it is called."""
+        leaving = Counter((own.module, own.path) for own in self.boundaries if own.direction is Direction.OUTPUT)
+        found: dict[str, int] = {}
+        for (module, _), count in leaving.items():
+            found[module] = max(count, found.get(module, 0))
+        return found
+
     @cached_property
     def returned(self) -> dict[str, str]:
         """Path -> value of each output of the root module that no node reads; the loss function's ops are nodes."""
@@ -373,14 +388,15 @@ def unread_values(graph: ModelGraph) -> frozenset[str]:
 
 
 def read_outside(graph: ModelGraph) -> frozenset[str]:
-    """Names of the modules that hold a parameter of which something is read while they do not run."""
+    """Names of the modules that hold a parameter of which something is read while they do not run, as one that modules
+    share is."""
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for name in node.operands:
             readers.setdefault(graph.values[name].storage, set()).add(node.module)
     found: set[str] = set()
     for source in graph.parameters:
-        around = set.intersection(*(set(enclosing(name)) for name in (source.label, *source.aliases)))
+        around = frozenset().union(*graph.holders(source))
         for reader in readers.get(graph.values[source.result].storage, ()):
             found |= {name for name in around if not within(reader, name) or (reader, name) in graph.apart}
     return frozenset(found)

@@ -191,8 +191,7 @@ def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, s
     `classes` names the deciding decision of each decision."""
     inside: dict[str, list[Source]] = {name: [] for name in (*layers, "")}
     for source in graph.parameters:
-        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
-        owners = frozenset.intersection(*around) & inside.keys()
+        owners = frozenset.intersection(*graph.holders(source)) & inside.keys()
         inside[max(owners, key=len, default="")].append(source)
     hides: dict[str, list[str]] = {name: [] for name in inside}
     owner_of: dict[str, str] = {}
@@ -202,7 +201,12 @@ def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, s
             owner_of[module] = next(name for name in enclosing(module) if name in inside)
         hides[owner_of[module]].append(classes[decision])
     return tuple(
-        FsdpUnit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+        FsdpUnit(
+            name=name,
+            parameters=tuple(parameters),
+            hides=tuple(hides[name]),
+            calls=graph.times_called.get(name, 1) if name else 1,
+        )
         for name, parameters in inside.items()
         if parameters
     )

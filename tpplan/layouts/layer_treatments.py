@@ -98,11 +98,17 @@ def numbers_of(name: str, size: int, treatments: Sequence[Treatment]) -> Numbers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpUnit:
     """An FSDP unit: parameters that are gathered together. `hides` are the decisions of the unit's module, whose
-    compute overlaps with the gather."""
+    compute overlaps with the gather. `calls` is the number of times that a forward calls the module: each call of one
+    that is resharded gathers it, and so does each backward of a call but the first one, before which it was kept."""
 
     name: str
     parameters: tuple[Source, ...]
     hides: tuple[str, ...]
+    calls: int = 1
+
+    def gathers_in_backward(self, *, reshards: bool, is_kept: bool) -> int:
+        """How often a backward gathers the unit. reshards: after forward; is_kept: after backward."""
+        return self.calls if reshards else 0 if is_kept else self.calls - 1
 
     @property
     def divisions(self) -> tuple[int, ...]:

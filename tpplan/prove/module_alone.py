@@ -188,6 +188,4 @@ def reads_its_own(graph: ModelGraph, module: str) -> bool:
 
 def is_called_once(graph: ModelGraph, module: str) -> bool:
     """True for a module that some tensor leaves, and none twice."""
-    own = (boundary for boundary in graph.boundaries if boundary.module == module)
-    paths = [boundary.path for boundary in own if boundary.direction is Direction.OUTPUT]
-    return len(paths) == len(set(paths)) > 0
+    return graph.times_called.get(module) == 1

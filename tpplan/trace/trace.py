@@ -116,7 +116,8 @@ def called_layers(model: nn.Module, graph: ModelGraph) -> tuple[str, ...]:
 
 def _layers(model: nn.Module, is_layer: Callable[[str], bool]) -> tuple[str, ...]:
     """The repeated siblings; in place of one that is no layer, such as one of which the code around it calls the parts,
-    the outermost modules inside it that are, and that have a matrix."""
+    the outermost modules inside it that are, and that have a matrix. A module with several names has the first."""
+    first: dict[int, str] = {}
 
     def found(name: str) -> Iterator[str]:
         if is_layer(name):
@@ -126,7 +127,9 @@ def _layers(model: nn.Module, is_layer: Callable[[str], bool]) -> tuple[str, ...
             if not isinstance(child, Stub) and any(weight.dim() > 1 for weight in child.parameters()):
                 yield from found(joined_name(name, child_name))
 
-    return tuple(itertools.chain.from_iterable(map(found, _siblings(model))))
+    for name in itertools.chain.from_iterable(map(found, _siblings(model))):
+        first.setdefault(id(model.get_submodule(name)), name)
+    return tuple(first.values())
 
 
 def _is_container(module: nn.Module) -> bool:

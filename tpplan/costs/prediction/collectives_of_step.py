@@ -124,9 +124,12 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
                 dtype = _gathered_dtype(assignment, held)
                 is_resharded = bool(unit.name) and treatments[unit.name].reshard
                 is_kept = not is_resharded and ep == 1
-                found[where, gather, axis, Pass.FORWARD, dtype, gathered] += assignment.gathers if is_kept else steps
-                if is_resharded:
-                    found[where, gather, axis, Pass.BACKWARD, dtype, gathered] += steps
+                calls = 1 if is_kept else unit.calls
+                found[where, gather, axis, Pass.FORWARD, dtype, gathered] += calls * (
+                    assignment.gathers if is_kept else steps
+                )
+                if again := _gathers_in_backward(assignment, unit, reshards=is_resharded):
+                    found[where, gather, axis, Pass.BACKWARD, dtype, gathered] += again
             if not trained:
                 continue
             dtype = assignment.master_dtype(trained[0])
@@ -135,6 +138,13 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
             if mesh.replicate > 1:
                 found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // ranks] += 1
     return found
+
+
+def _gathers_in_backward(assignment: Assignment, unit: FsdpUnit, *, reshards: bool) -> int:
+    """How often the backwards of a step gather a unit: the last one frees it, others where the plan says so."""
+    earlier = unit.gathers_in_backward(reshards=reshards, is_kept=assignment.gathered_once)
+    last = unit.gathers_in_backward(reshards=reshards, is_kept=False)
+    return (assignment.accumulation_steps - 1) * earlier + last
 
 
 def _by_fsdp_module(unit: FsdpUnit) -> dict[tuple[str, int], list[Source]]:

@@ -87,15 +87,16 @@ class FsdpCommunication:
         for kind in self.groups.timed:
             gather, scatter, reduce = self.collectives_of(kind.unit)
             beside = self._uncomputed_in_forward(kind.unit)
-            if gathers == steps:
+            if gathers == steps and kind.unit.calls == 1:
                 yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=steps, count=kind.count())
             else:
                 for reshard, weight in ((True, steps), (False, gathers)):
+                    sent = self.sent_in_forward(kind.unit, gather, reshards=reshard)
                     count = kind.count(reshard=reshard)
-                    yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=weight, count=count)
+                    yield OverlappedCollective(transfer=sent, uncomputed=beside, weight=weight, count=count)
             for treatment, count in kind.numbers.counts.items():
                 last = self._in_last_backward(kind.unit, treatment, count)
-                earlier = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=False)
+                earlier = self.sent_in_backward(kind.unit, gather, scatter, reshards=treatment.reshard, is_last=False)
                 if steps > 1 and earlier is not None:
                     yield replace(last, transfer=earlier, weight=steps - 1)
                 yield last
@@ -109,18 +110,25 @@ class FsdpCommunication:
 
     def _in_last_backward(self, unit: FsdpUnit, treatment: Treatment, count: Count) -> OverlappedCollective:
         gather, scatter, reduce = self.collectives_of(unit)
-        repeated = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=True)
+        repeated = self.sent_in_backward(unit, gather, scatter, reshards=treatment.reshard, is_last=True)
         assert repeated is not None
         beside = self._uncomputed_in_backward(unit, treatment.recompute)
         return OverlappedCollective(transfer=added(repeated, reduce), uncomputed=beside, weight=1.0, count=count)
 
+    def sent_in_forward(self, unit: FsdpUnit, gather: Expression, *, reshards: bool) -> Expression:
+        """Seconds of what a unit's forward gathers in a micro-batch: at each of its calls where it is resharded."""
+        return scaled(gather, float(unit.calls)) if reshards and unit.calls > 1 else gather
+
     def sent_in_backward(
-        self, gather: Expression, scatter: Expression, *, reshards: bool, is_last: bool
+        self, unit: FsdpUnit, gather: Expression, scatter: Expression, *, reshards: bool, is_last: bool
     ) -> Expression | None:
         """Seconds of what a unit's backward gathers and scatters in a micro-batch: the gather again where the unit was
         resharded, the scatter where gradients are reduced; None where it does neither."""
         reduces = is_last or not self.setting.whole_gradients
-        parts = [*([gather] if reshards else []), *([scatter] if reduces else [])]
+        is_kept = self.setting.gathered_once and not is_last
+        again = unit.gathers_in_backward(reshards=reshards, is_kept=is_kept) if unit.name else 0
+        gathers = [gather if again == 1 else scaled(gather, float(again))] if again else []
+        parts = [*gathers, *([scatter] if reduces else [])]
         return added(*parts) if parts else None
 
     def collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
@@ -266,6 +274,10 @@ class FsdpCommunication:
             every += [(kind.unit, kind.count(reshard=False), gathers) for kind in timed]
             every += [(kind.unit, kind.count(reshard=True), steps) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True), steps) for kind in timed]
+        for kind in (kind for kind in timed if kind.unit.calls > 1):
+            further = kind.unit.calls - 1
+            again += [(kind.unit, kind.count(reshard=True), 2 * further * steps)]
+            again += [(kind.unit, kind.count(reshard=False), further * gathers)]
         for units, is_again in ((every, False), (again, True)):
             for unit, count, times in units:
                 if self.groups.over_tp.may_be(unit.name):

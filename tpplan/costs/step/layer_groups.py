@@ -113,7 +113,9 @@ class LayerGroups:
         """A number for each layer, equal for layers with the same decisions."""
         return self.priced.space.once_for_all_sizes(
             ("same decisions", self.setting.units),
-            lambda: _numbered({u.name: (self._placed_by(u), tuple(sorted(u.hides))) for u in self.units if u.name}),
+            lambda: _numbered(
+                {u.name: (self._placed_by(u), tuple(sorted(u.hides)), u.calls) for u in self.units if u.name}
+            ),
         )
 
     def _once(self, what: str, make: Callable[[], T], *about: Hashable) -> T:

@@ -124,7 +124,7 @@ def _on_their_own(units: tuple[FsdpUnit, ...]) -> Iterator[FsdpUnit]:
     for unit in units:
         labels = (name for source in unit.parameters for name in (source.label, *source.aliases))
         around = {next((own for own in enclosing(label) if own in names), "") for label in labels}
-        mixed |= around - {unit.name}
+        mixed |= around | {unit.name} if around - {unit.name} else frozenset()
     for unit in units:
         if unit.name and unit.name not in mixed and all(source.ep == 1 for source in unit.parameters):
             yield unit

@@ -164,12 +164,13 @@ def _shared_by_units(traced: Traced) -> str:
     """Why FSDP2 cannot hold a unit: a parameter inside is one outside too. "" where none is."""
     for source in traced.graph.parameters:
         for unit in traced.units:
-            inside = [name for name in (source.label, *source.aliases) if within(name, unit)]
-            outside = [name for name in (source.label, *source.aliases) if not within(name, unit)]
-            if inside and outside:
+            inside = [unit in around for around in traced.graph.holders(source)]
+            if any(inside) and not all(inside):
+                names = (source.label, *source.aliases)
+                own, other = names[inside.index(True)], names[inside.index(False)]
                 return (
-                    f"FSDP2 gathers {unit} by itself, and its {inside[0]} is {outside[0]} too: give each layer weights "
-                    "of its own"
+                    f"FSDP2 gathers {unit} by itself, and its {own} is {other} too, which no code reads: give each "
+                    "layer weights of its own"
                 )
     return ""
 
