@@ -9,10 +9,11 @@ training and under gradient accumulation; a plan says where.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules.reduction import BATCH_NORM, STATISTICS
-from tpplan.search.models.row_pairs import pairing_ops
+from tpplan.search.models.rows import rows_together
 from tpplan.search.models.trace_cache import Traced
 from tpplan.torch_internals.modules import has_backward_hooks
 
@@ -77,14 +78,26 @@ def _whose(parts: Parts) -> str:
 
 
 def _on_rows_together(traced: Traced, parts: Parts) -> Iterator[str]:
-    """Yields notes on ops that make of a row something else beside other rows: norms over rows, and pairs of rows."""
+    """Yields notes on ops that make of a row something else beside other rows: norms over rows, pairs of rows, and a
+    loss that is their sum."""
     graph = traced.graph
     normed = [own.module or ROOT for own in traced.buffers_written() if own.target == BATCH_NORM and not own.is_read]
     if normed:
         yield f"norms over rows ({listed(dict.fromkeys(normed))}) take mean and variance of the rows of {parts.one}"
-    if paired := pairing_ops(graph):
-        places = dict.fromkeys(graph.lines.get(op.name) or f"{op.target} in {op.module or ROOT}" for op in paired)
+    together = rows_together(graph)
+    if together.pairs:
+        places = dict.fromkeys(_place(graph, op) for op in together.pairs)
         yield f"rows are paired with each other ({listed(places)}): each with those of {parts.one} alone"
+    if together.sum is not None and parts.data_parallel > 1:
+        yield (
+            f"the loss is a sum over rows ({_place(graph, together.sum)}): {parts.data_parallel} data-parallel ranks "
+            f"average the gradients of their own, so that a step's are those of one process divided by "
+            f"{parts.data_parallel}"
+        )
+
+
+def _place(graph: ModelGraph, op: Op) -> str:
+    return graph.lines.get(op.name) or f"{op.target} in {op.module or ROOT}"
 
 
 def _on_backward(traced: Traced, parts: Parts) -> Iterator[str]:
