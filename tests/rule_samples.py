@@ -574,6 +574,7 @@ def _norms() -> list[Sample]:
         _named(layer, const(6, 4), [4], x(4), x(4)),
         _named("aten.group_norm.default", x(6, 6, 4), 2, x(6), x(6)),
         _named("aten.group_norm.default", x(6, 4), 2),
+        _named("aten.group_norm.default", x(6, 12, 4), 6, x(12), x(12)),
         _named(rms, x(2, 6, 6), [6], x(6), 1e-5),
         _named(rms, x(6, 6), [6]),
         _named(rms, x(6, 6), [6], const(6)),

@@ -236,6 +236,13 @@ class Around(nn.Module):
         return self.down(y).square().mean()
 
 
+class NormOfAFunction(nn.Module):
+    """Without weights, its number of groups as a keyword and computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, num_groups=x.shape[1] // 4)
+
+
 class InstanceNorm(nn.InstanceNorm1d):
     """torch's own compares the number of features with an attribute."""
 
@@ -271,6 +278,8 @@ class Solves(nn.Module):
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(HIDDEN, track_running_stats=False),
     "instance norm": InstanceNorm,
+    "group norm": lambda: nn.GroupNorm(4, HIDDEN),
+    "group norm of a function": NormOfAFunction,
     "slopes": lambda: nn.Sequential(nn.PReLU(HIDDEN), nn.PReLU()),
     "convolutions": lambda: nn.Sequential(
         nn.ConvTranspose1d(HIDDEN, HIDDEN, 3, groups=HIDDEN // 4),
@@ -299,6 +308,28 @@ def test_layers_around_norms_convolutions_writes_and_solves_are_divided() -> Non
     plan = assert_divided(lambda: Modules(MODULES), vectors, weights)
     first = plan.parameter_plans()
     assert [first[f"modules_.{i}.up.weight"].placement.dim for i in range(len(MODULES))] == [0] * len(MODULES)
+
+
+class Residual(nn.Module):
+    """Convolutions around a group norm, as a U-Net has them."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(DIM, HIDDEN, 3, padding=1, bias=False)
+        self.norm, self.last = nn.GroupNorm(groups, HIDDEN), nn.Conv1d(HIDDEN, DIM, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.last(F.silu(self.norm(self.first(x.mT)))).mT).square().mean()
+
+
+@pytest.mark.parametrize(("groups", "is_divided"), [(HIDDEN, True), (4, True), (2, True), (1, False)])
+def test_group_norms_are_divided_where_each_rank_has_whole_groups(groups: int, is_divided: bool) -> None:
+    plan = assert_divided(lambda: Residual(groups), vectors, ["first.weight", "last.weight"])
+    placed = {name: own.placement.dim for name, own in plan.parameter_plans().items() if name.endswith("weight")}
+    expected = {"first.weight": 0, "norm.weight": 0, "last.weight": 1}
+    assert (placed == expected) is is_divided
+    sizes = [own.local for sizes in plan.size_plans().values() for own in sizes]
+    assert sizes == ([groups // 2] if is_divided else [])
 
 
 class Bags(nn.Module):

@@ -203,7 +203,8 @@ WRONG = {
     "contiguous fused parts split": (call("aten.chunk.default", x(6, 12), 2, 1), "S(1) => S(1), S(1)"),
     "topk over a sharded dim": (call("aten.topk.default", x(6, 6), 2), "S(1) => S(1), R"),
     "roll over a sharded dim": (call("aten.roll.default", x(6, 6), [1], [0]), "S(0) => S(0)"),
-    "group norm with sharded channels": (call("aten.group_norm.default", x(6, 4, 6), 2), "S(1) => S(1)"),
+    "group norm of cut groups": (call("aten.group_norm.default", x(6, 6, 6), 3), "S(1) => S(1)"),
+    "group norm of one group": (call("aten.group_norm.default", x(6, 4, 6), 1), "S(1) => S(1)"),
     "the inner dim of a flattened pair": (call("aten.view.default", x(2, 6, 4), [12, 4]), "S(1) => S(0)"),
     "amax taken as partial": (call("aten.amax.default", x(6, 6), [0]), "S(0) => P"),
     "rows of a table with a padding id": (

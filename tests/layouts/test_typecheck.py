@@ -121,11 +121,11 @@ class Reduced(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Group norm over F as channels: half of them make groups of half the size."""
+    """Group norm over F as channels, which are one group."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(D, F_, bias=False), nn.GroupNorm(4, F_), nn.Linear(F_, D, bias=False)
+        self.up, self.norm, self.down = nn.Linear(D, F_, bias=False), nn.GroupNorm(1, F_), nn.Linear(F_, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(self.up(x).transpose(1, 2)).transpose(1, 2))
@@ -360,7 +360,7 @@ PLANTED: dict[str, tuple[str, Case, Case]] = {
         Case(Shifted, UP_DOWN, PAIR),
         Case(Shifted, UP_DOWN, {"body": ({"x": "R -> R*"}, {}), "body.down": ({}, {"output": "P -> R"})}),
     ),
-    "group norm on sharded channels": (
+    "group norm on sharded channels of one group": (
         "aten.group_norm.default",
         Case(Grouped, {**UP_DOWN, "body.norm.weight": COLUMN, "body.norm.bias": COLUMN}, PAIR),
         Case(Grouped, UP, GATHERED),

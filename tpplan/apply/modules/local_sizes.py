@@ -24,6 +24,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
@@ -49,6 +50,7 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_NARROW, ("narrow", 1)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), ("repeat_interleave", 1)),
     **dict.fromkeys(_CONVOLUTIONS, ("groups", 6)),
+    **dict.fromkeys((F.group_norm, torch.group_norm), ("groups", 1)),
     **dict.fromkeys(_NEW_OF_SIZE, ("new", 0)),
     **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
@@ -56,7 +58,9 @@ _TAKES: dict[Any, tuple[str, int]] = {
 #: functions by which code asks a tensor for its shape
 _ASKS = (Tensor.shape.__get__, Tensor.size)  # type: ignore[attr-defined]
 #: keyword names of sizes
-_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "repeats")
+_NAMES = (
+    "size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "num_groups", "repeats"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

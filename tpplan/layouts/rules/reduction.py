@@ -101,10 +101,10 @@ def norm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.group_norm.default")
 def group_norm(call: Call) -> Iterable[Strategy]:
-    """b batch, c channels. Only the batch may be sharded: the number of groups is a literal in the call."""
-    rest = " ".join(("c", *(f"s{i}" for i in range(len(call.operands[0].shape) - 2))))
+    """b batch, c channels, sharded by whole groups (size_literals.groups_divide); a group averages over space."""
+    space = " ".join(f"s{i}" for i in range(len(call.operands[0].shape) - 2))
     affine = ", c" * (len(call.operands) - 1)
-    return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
+    return einsum(call, f"b c {space}{affine} -> b c {space}", whole=space)
 
 
 BATCH_NORM = "aten.batch_norm.default"

@@ -28,8 +28,10 @@ SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.
 #: target -> position of the dim, for ops that slice a dim
 SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
-#: target -> position of the number of groups, for convolutions
+GROUP_NORM = "aten.group_norm.default"
+#: target -> position of the number of groups of channels
 GROUPS = {
+    GROUP_NORM: 1,
     **{f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")},
     **{f"aten.conv_transpose{dims}d.{'default' if dims == 1 else 'input'}": 6 for dims in (1, 2, 3)},
 }
@@ -104,15 +106,23 @@ def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
 
 
 def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
-    """False where a strategy would cut a group of a convolution, or shard groups of several channels part by part."""
+    """False where a strategy would cut a group: of a convolution, whose groups of several channels are not sharded part
+    by part either, or of a norm, of which each part has whole groups for each rank."""
     if call.target not in GROUPS or not _shards_groups(call, strategy):
         return True
-    groups, channels = call.integer(GROUPS[call.target], "groups", 1), call.operands[1].shape[0]
-    return groups % strategy.results[0].num_slices(tp) == 0 and (not strategy.results[0].parts or groups == channels)
+    groups, layout = call.integer(GROUPS[call.target], "groups", 1), strategy.results[0]
+    num_slices = layout.num_slices(tp)
+    if call.target == GROUP_NORM:
+        channels = call.operands[0].shape[1]
+        return all(part % (channels // groups * num_slices) == 0 for part in layout.parts or (channels,))
+    return groups % num_slices == 0 and (not layout.parts or groups == call.operands[1].shape[0])
 
 
 def _shards_groups(call: Call, strategy: Strategy) -> bool:
-    """True where a grouped convolution's input and output channels are sharded, and with them its groups."""
+    """True where channels are sharded, and with them their groups: of a grouped convolution those of input and output,
+    and of a group norm."""
+    if call.target == GROUP_NORM:
+        return strategy.operands[0].dim == 1
     is_grouped = call.integer(GROUPS[call.target], "groups", 1) > 1
     return is_grouped and strategy.operands[1].dim == 0 and strategy.operands[0].dim is not None
 
