@@ -7,6 +7,7 @@ need not: code can tell, and transformers then builds masks that training does w
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpplan.core.errors import ModelError
 from tpplan.core.graph import SourceKind
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import functions_run_by, saved_hooks_seen_by
@@ -28,6 +30,7 @@ from tpplan.torch_internals.operators import is_op, more_shapes_known, only_writ
 from tpplan.torch_internals.recording import (
     call_recorded,
     dispatched_plainly,
+    is_recording,
     recorded,
     recorder,
     results_kept_by,
@@ -57,6 +60,7 @@ _MARKS = frozenset(
     {torch.ops.tpplan.boundary.default, torch.ops.tpplan.frame.default, torch.ops.tpplan.sibling.default}
 )
 _EMPTY = torch.ops.aten.empty.memory_format
+_WHOLE = torch.ops.tpplan.whole.default
 #: held while recording, as a tracer's modes, and what is changed in torch meanwhile, belong to the whole process
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -369,7 +373,7 @@ def _running_line() -> str:
 @contextlib.contextmanager
 def _functions_marked_whole() -> Iterator[None]:
     """Marks operands and results of the model's autograd.Functions, so that they stay whole on every rank: a trace does
-    not see their backward, which may do anything."""
+    not see their backward, which may do anything. Raises ModelError for one that reads weights it is not given."""
 
     def marked(cls: type[torch.autograd.Function], apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_own_code_running() or keeps_inputs(cls):
@@ -377,10 +381,30 @@ def _functions_marked_whole() -> Iterator[None]:
         if is_reentrant_checkpoint(cls):
             return _checkpointed(*args)
         given, named = pytree.tree_map(_whole, (args, kwargs))
-        return pytree.tree_map(_whole, apply(*given, **named))
+        last = next(reversed(recorder().tracer.graph.nodes), None) if is_recording() else None
+        found = apply(*given, **named)
+        if last is not None and _reads_more(last):
+            raise ModelError(
+                f"autograd.Function {cls.__name__} reads weights, or tensors with a gradient, that it is not given, as "
+                "one that runs modules in its forward, and no trace sees its backward: hand them to apply, or use "
+                "torch.utils.checkpoint"
+            )
+        return pytree.tree_map(_whole, found)
 
     with functions_run_by(marked):
         yield
+
+
+def _reads_more(last: torch.fx.Node) -> bool:
+    """True where a node recorded after `last` reads an earlier one that carries a gradient and that is not marked."""
+    made = set(itertools.takewhile(lambda node: node is not last, reversed(last.graph.nodes)))
+    read = {operand for node in made for operand in node.all_input_nodes} - made
+    return any(
+        getattr(node.meta.get("val"), "requires_grad", False)
+        and node.target is not _WHOLE
+        and not any(reader.target is _WHOLE for reader in node.users)
+        for node in read
+    )
 
 
 def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *given: Any) -> Any:

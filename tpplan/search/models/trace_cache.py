@@ -77,6 +77,12 @@ class Traced:
                     )
         return tuple(found.values())
 
+    def running_again(self) -> str:
+        """The first module that runs whole and whose own code runs modules in backward; "" where none does."""
+        observed = self.opaques.by_key()
+        opaque = (op for op in self.graph.ops if observed and op.target == OPAQUE)
+        return next((op.module or ROOT for op in opaque if observed[str(op.args[2])].runs_again), "")
+
     def original(
         self, assignment: Assignment, subject: Subject, growing: Container[tuple[str, int]] | None = None
     ) -> Original:

@@ -99,7 +99,7 @@ def applicable(points: list[Point], request: Request, traces: TraceCache) -> lis
     untouched = traced.opaques.untouched
     points = _with_one_buffer(_written(points, request, traced), traced.buffers_written())
     points = _with_whole_gradients(points, traced.opaques.hooked_weight)
-    points = _untouched(points, request, untouched)
+    points = _untouched(_with_own_weights(points, traced), request, untouched)
     return points if untouched else _within_fsdp(points, request, traces, traced)
 
 
@@ -145,6 +145,19 @@ def _with_whole_gradients(points: list[Point], hooked: str) -> list[Point]:
             f"parameter {hooked} has a hook on its gradient (register_hook), which on {points[0].mesh.data_parallel} "
             "data-parallel ranks would see each rank's own gradient: plan with --fsdp 1 and as many GPUs as --tp, or "
             "call register_post_accumulate_grad_hook after the plan is applied instead"
+        )
+    return kept
+
+
+def _with_own_weights(points: list[Point], traced: Traced) -> list[Point]:
+    """Points without tensor parallelism, by which weights are DTensors in backward, where the model's code runs modules
+    there; all where none does."""
+    name = traced.running_again()
+    kept = [point for point in points if not name or point.mesh.tp == 1]
+    if not kept:
+        raise UsageError(
+            f"{name} runs modules in backward, by an autograd.Function of its own, where tensor-parallel ranks have "
+            "other weights than in its forward: plan with --tp 1, or use torch.utils.checkpoint"
         )
     return kept
 

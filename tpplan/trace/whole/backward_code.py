@@ -1,10 +1,12 @@
-"""Notes where a module that runs whole puts code of its own into backward."""
+"""Notes where a module that runs whole puts code of its own into backward, and whether that runs modules."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tpplan.torch_internals.autograd import functions_run_by, gradient_hooks_seen_by
 from tpplan.trace.answers.planned_device import asking_line
@@ -27,3 +29,35 @@ def backward_code_noted(lines: dict[str, None]) -> Iterator[None]:
 
     with functions_run_by(run), gradient_hooks_seen_by(see):
         yield
+
+
+#: the lists to which the calls of modules are added now, the innermost last
+_noting: list[list[nn.Module] | None] = []
+
+
+@contextlib.contextmanager
+def modules_noted(called: list[nn.Module]) -> Iterator[None]:
+    """Adds to `called` each module that is called, but under `unnoted`."""
+
+    def see(module: nn.Module, _: Any) -> None:
+        if _noting[-1] is not None:
+            _noting[-1].append(module)
+
+    _noting.append(called)
+    handle = register_module_forward_pre_hook(see)
+    try:
+        yield
+    finally:
+        handle.remove()
+        _noting.pop()
+
+
+@contextlib.contextmanager
+def unnoted(make_context: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """A new make_context(), in which no call of a module is noted."""
+    _noting.append(None)
+    try:
+        with make_context():
+            yield
+    finally:
+        _noting.pop()

@@ -63,6 +63,7 @@ class OpaqueTrace:
     backward_code: the lines of code by which the module computes with gradients itself.
     buffers: the names of buffers that the call writes to from what it is given, each with whether outputs of a later
         call follow from it.
+    runs_again: whether code of its own runs modules in backward, other than torch's checkpoints.
     """
 
     key: str
@@ -81,6 +82,7 @@ class OpaqueTrace:
     guessed: tuple[str, ...] = ()
     backward_code: tuple[str, ...] = ()
     buffers: tuple[tuple[str, bool], ...] = ()
+    runs_again: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

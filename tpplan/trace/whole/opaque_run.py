@@ -31,7 +31,7 @@ from tpplan.trace.answers.concrete_values import raising_line
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
-from tpplan.trace.whole.backward_code import backward_code_noted
+from tpplan.trace.whole.backward_code import backward_code_noted, modules_noted, unnoted
 from tpplan.trace.whole.guessed_values import GuessedValues, is_question, most_asked
 from tpplan.trace.whole.op_log import ForeignError, OpLog, num_bytes, on_meta
 from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described, running_modes
@@ -130,6 +130,7 @@ def _observe(
         buffers = {name: fake(buffer) for name, buffer in module.named_buffers()}
         make_context = functools.partial(on_fakes, module, weights | buffers, reads(weights))
         backward_code: dict[str, None] = {}
+        again: list[nn.Module] = []
         with backward_code_noted(backward_code):
             ran = _run_forward(module, call, environment, weights, leaves, buffers, make_context, guesses, is_untouched)
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
@@ -138,7 +139,7 @@ def _observe(
         kept_results = {ran.results[i].key: ran.results[i].num_bytes for i in keeps_results}
         log.restart()
         if ran.ends and any(isinstance(x, Tensor) and x.requires_grad for x in (*leaves, *weights.values())):
-            with _guessing(guesses), log:
+            with make_context(), _guessing(guesses), log, modules_noted(again):  # code in backward may run modules
                 torch.autograd.backward(tuple(ran.ends), [torch.empty_like(like) for like in ran.ends.values()])
     return OpaqueTrace(
         key=_digest(type(module), call, ran.outputs, ran.forward, log.ran),
@@ -156,6 +157,7 @@ def _observe(
         written=ran.written,
         backward_code=tuple(backward_code),
         buffers=ran.buffers,
+        runs_again=bool(again),
     )
 
 
@@ -253,7 +255,7 @@ def _call_forward(
     refused: list[str] = []
     with (
         unfinished_ended(),
-        in_checkpoint_replay(make_context),
+        in_checkpoint_replay(lambda: unnoted(make_context)),
         make_context(),
         guessing,
         log,
