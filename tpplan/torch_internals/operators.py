@@ -69,6 +69,15 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags and (is_in_place or not any(writes))
 
 
+@functools.cache
+def draws_numbers(target: str) -> bool:
+    """True for an operator, such as `aten.rand.default`, that torch tags as one that draws random numbers; a dropout
+    and an attention are, whatever their probability."""
+    namespace, name, overload = target.split(".", 2)
+    op: Any = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return is_op(op) and torch.Tag.nondeterministic_seeded in op.tags
+
+
 def schema_of(op: Any) -> Any:
     """The operator's schema: `arguments` and `returns`, each with its `name` and `alias_info`."""
     return op._schema

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import R
-from tpplan.layouts.rules.attention import FLEX_ATTENTION, draws
+from tpplan.layouts.rules.attention import FLEX_ATTENTION, draws, may_drop
 from tpplan.layouts.rules.call import (
     OPAQUE,
     Call,
@@ -54,6 +54,7 @@ __all__ = [
     "draws",
     "has_rule",
     "localized_arguments",
+    "may_drop",
     "num_sizes",
     "quotients",
     "registered_rules",

@@ -62,10 +62,19 @@ def flex_attention(call: Call) -> Iterable[Strategy]:
         yield Strategy((S(1), heads, heads, *(R_STAR,) * len(others)), (S(1),) * 3)
 
 
+#: dropouts, whose second argument is the probability, and the third whether it is used
+_DROPOUTS = frozenset({"aten.dropout.default", "aten.dropout_.default"})
+
+
+def may_drop(target: str) -> bool:
+    """True for the ops of which `draws` says whether a call drops elements at random."""
+    return target in _DROPOUTS or target == _ATTENTION
+
+
 def draws(call: Call) -> bool:
     """True for a call that drops elements at random."""
     match call.target:
-        case "aten.dropout.default" | "aten.dropout_.default":
+        case target if target in _DROPOUTS:
             return bool(call.argument(2, "train") and call.argument(1, "p"))
         case target:
             return target == _ATTENTION and bool(call.argument(4, "dropout_p", 0.0))

@@ -162,7 +162,7 @@ class StageSolver:
             shown = "; ".join(list(reasons)[:3]) or f"it has {len(every) + 1 if every else 'no'} repeated layers"
             raise UsageError(
                 f"{shape.option}: the model can be cut at {len(possible)} places, and {shape.count} stages need "
-                f"{shape.count - 1}: {shown}; take fewer stages"
+                f"{shape.count - 1}: {shown}; {'take fewer stages' if possible else 'plan without --pp'}"
             )
         return possible
 

@@ -157,7 +157,7 @@ def _observe(
         written=ran.written,
         backward_code=tuple(backward_code),
         buffers=ran.buffers,
-        runs_again=bool(again),
+        runs_again=bool(again and backward_code),  # torch's higher-order operators run modules there too
     )
 
 
