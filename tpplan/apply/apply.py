@@ -33,10 +33,11 @@ from tpplan.apply.data_parallel import (
     broadcast_replicas,
     leave_untouched,
     reduce_gradients,
+    reduced_slots,
     shard_data,
 )
 from tpplan.apply.expert_parallel import divide_experts, experts_mesh
-from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.first_forward_check import check_calls, warn_of_hooks
 from tpplan.apply.fsdp_over_tp import mesh_for
 from tpplan.apply.model_match import check_filled, check_model, module_called, modules_by_name, outermost_by_name
 from tpplan.apply.modules.applied_mesh import keep_mesh
@@ -46,6 +47,7 @@ from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, why_not_compiled
 from tpplan.apply.modules.stale_references import Originals
+from tpplan.apply.modules.weights_at_rest import keep_at_rest
 from tpplan.apply.parallel_style import module_styles
 from tpplan.apply.pipeline import check_stages, mesh_of_stages, run_in_stages
 from tpplan.apply.rank_agreement import check_ranks_agree, raise_on_all_ranks
@@ -162,7 +164,7 @@ def lay_out_stages(
     except TpplanError as found:
         error = found
     raise_on_all_ranks(error, PlanMismatchError)
-    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else mesh[Axis.TP].get_group()
+    group = group_of_all_axes(mesh) if plans[0].mesh.num_gpus > 1 else mesh[str(Axis.TP)].get_group()
     for part, plan in zip(parts, plans, strict=True):
         own = originals if part is model else Originals(part)
         _applied(part, plan, mesh, own, experts, compile=compile, check=check, group=group, over_tp=over_tp)
@@ -197,7 +199,7 @@ def _applied(
     of_experts = experts if loaded.experts is not None else None
     if of_experts is not None:
         divide_experts(model, loaded, of_experts)
-    lay_out(model, loaded, mesh[Axis.TP], of_experts)
+    lay_out(model, loaded, mesh[str(Axis.TP)], of_experts)
     _recompute_planned(model, loaded)
     broadcast_replicas(model, loaded, mesh)
     if of_experts is not None:
@@ -205,10 +207,13 @@ def _applied(
     if compile:
         _compile_layers(model, loaded)
     shard_data(model, loaded, mesh, of_experts, over_tp)
+    keep_at_rest(model, ((slot.module, slot.name) for slot in reduced_slots(model)))
     keep_mesh(model, mesh, of_experts, over_tp)
     check_shapes(model, loaded, check)
     check_calls(model, loaded, mesh.device_type, check, group)
     check_first_step(model, mesh, originals, group)
+    if check is not OnMismatch.NOTHING:
+        warn_of_hooks(model, loaded)
     return model
 
 

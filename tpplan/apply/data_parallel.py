@@ -112,6 +112,13 @@ def _reducers(model: nn.Module) -> list[Reducer]:
     return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
 
 
+def reduced_slots(model: nn.Module) -> list[Slot]:
+    """The parameters whose gradients are reduced over tp, or without FSDP over data-parallel ranks, as they arrive."""
+    averager = model.__dict__.get(AVERAGER)
+    slots = [slot for reducer in _reducers(model) for slot in reducer.slots]
+    return slots + (list(averager.slots) if averager is not None else [])
+
+
 def _sites(model: nn.Module) -> list[ModuleBinding]:
     return [module.__dict__[BINDING] for module in model.modules() if BINDING in module.__dict__]
 
@@ -119,7 +126,7 @@ def _sites(model: nn.Module) -> list[ModuleBinding]:
 def leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Gives every rank the unchanged model with the same values, and averages its gradients over replicas."""
     broadcast_replicas(model, plan, mesh, (Axis.REPLICATE, Axis.TP))
-    averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
+    averager = Averager(groups=(TpGroup.of(mesh[str(Axis.REPLICATE)].get_group()),))
     averager.watch(model)
     model.__dict__[AVERAGER] = averager
 
@@ -148,7 +155,7 @@ def _divided_weights(model: nn.Module, plan: Plan) -> list[nn.Parameter]:
 def _broadcast(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, axes: Sequence[Axis]) -> None:
     """Broadcasts local parts with values from the first rank of each axis, one axis after the other."""
     for axis in axes:
-        if mesh[axis].size() > 1 and dist.get_backend() != "fake":
+        if mesh[str(axis)].size() > 1 and dist.get_backend() != "fake":
             for parameter in parameters:
                 local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
@@ -173,7 +180,7 @@ def shard_data(
     leave_reentry(model)
     if plan.fsdp.whole_gradients:
         model.__dict__[WHOLE_GRADIENTS] = True
-    axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
+    axes = mesh[str(Axis.SHARD)] if plan.mesh.replicate == 1 else mesh[str(Axis.REPLICATE), str(Axis.SHARD)]
     axes_over_tp, units_over_tp = axes, plan.units_over_tp()
     if over_tp is not None:
         axes_over_tp = over_tp[SHARD_TP] if plan.mesh.replicate == 1 else over_tp[REPLICATE, SHARD_TP]
@@ -258,7 +265,7 @@ def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh,
     scalars = {model.get_parameter(name) for name in _real_names(model, names)}
     sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars and not is_over_tp(p))
     on = next((parameter.device_mesh for parameter in sharded), axes)
-    groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
+    groups = tuple(TpGroup.of(mesh[str(axis)].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
     averager = model.__dict__[AVERAGER] = Averager(groups=groups)
     replicas: dict[int, nn.Parameter] = {}
     for module in model.modules():

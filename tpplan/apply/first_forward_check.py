@@ -13,7 +13,7 @@ seen.
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -62,6 +62,38 @@ def check_calls(
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
     )
+
+
+def warn_of_hooks(model: nn.Module, plan: Plan) -> None:
+    """Installs a hook by which the first training forward warns of hooks on modules that were registered since then,
+    where tensor-parallel ranks would give them slices and summands."""
+    if plan.mesh.tp == 1 or dist.get_backend() == "fake":
+        return
+    known = {id(hook) for module in model.modules() for hook in _hooks(module)}
+
+    def warn(model: nn.Module, _args: object) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        hooked = (name for name, own in model.named_modules() if any(map(is_of_user, _hooks(own))))
+        if (name := next(hooked, None)) is not None:
+            warnings.warn(
+                f"module {name or ROOT} has a hook that was registered after apply_plan: under tensor parallelism it "
+                "is given what this rank has, a slice or a summand, and what it gives to a loss or changes has another "
+                "gradient than in one process; compute that in the model's forward",
+                stacklevel=2,
+            )
+
+    def is_of_user(hook: Any) -> bool:
+        module = str(getattr(hook, "__module__", None) or type(hook).__module__)
+        return id(hook) not in known and module.partition(".")[0] not in ("torch", "tpplan")
+
+    handle = model.register_forward_pre_hook(warn)
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        yield from hooks.values()
 
 
 @final

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce
 from tpplan.core.errors import UsageError
 from tpplan.torch_internals.operators import check_within
+from tpplan.torch_internals.recording import is_recording
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import own_code, running_rewriters
 
@@ -73,7 +74,22 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
         if isinstance(rewriter, ShardedClasses) and rewriter.holds(logits):
             return vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
     loss: Tensor = custom_ops.cross_entropy(logits, targets, ignore_index)
-    return loss
+    if is_recording() or torch.compiler.is_compiling():
+        return loss
+    plain: Tensor = _PlainGradient.apply(loss)  # type: ignore[no-untyped-call]
+    return plain
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Identity, whose gradient may be a DTensor: that of a loss to which one is added, such as a sum over weights."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 @own_code
@@ -138,6 +154,8 @@ class _VocabularyParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_total, local_targets, elsewhere, ignored, num_counted = ctx.saved_tensors
+        if isinstance(gradient, DTensor):  # the loss was added to a DTensor, such as a sum over weights
+            gradient = gradient.full_tensor()
         weights = (gradient / num_counted).masked_fill(ignored, 0)
         parts = _in_parts(logits, log_total, local_targets, elsewhere, weights)
         if len(parts) == 1:

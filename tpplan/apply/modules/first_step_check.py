@@ -72,7 +72,7 @@ def check_first_step(
     That forward also raises for gradient hooks that FSDP2 never calls, and makes optimizers of the model's original
     parameters raise when they step. `group` has the ranks of the mesh: all ranks by default.
     """
-    if dist.get_backend() == "fake" or (mesh[Axis.TP].size() == 1 and not isinstance(model, FSDPModule)):
+    if dist.get_backend() == "fake" or (mesh[str(Axis.TP)].size() == 1 and not isinstance(model, FSDPModule)):
         return
     check = _FirstStep(Applied(mesh), originals, group)
     check.handles = (
@@ -105,7 +105,7 @@ class _FirstStep:
         stop_optimizers(model, self.originals)
         check_hooks(model)
         mesh = self.applied.mesh
-        if mesh[Axis.TP].size() == 1:
+        if mesh[str(Axis.TP)].size() == 1:
             return
         with torch.no_grad(), without_modes():
             self.states = _random_states(mesh.device_type)
@@ -126,7 +126,7 @@ class _FirstStep:
         """Raises UsageError on every rank of the tp group where one is at another conversion than `where`."""
         with torch.no_grad(), without_modes():
             mesh = self.applied.mesh
-            group = mesh[Axis.TP].get_group()
+            group = mesh[str(Axis.TP)].get_group()
             mine = torch.tensor([zlib.crc32(where.encode())], device=mesh.device_type)
             of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
             dist.all_gather(of_ranks, mine, group=group)
