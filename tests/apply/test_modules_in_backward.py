@@ -1,4 +1,5 @@
-"""Modules that an autograd.Function runs in forward and again in backward: own checkpoints, reversible layers."""
+"""autograd.Functions of a model: they stay whole on ranks, however they are called; those that run modules in backward
+(own checkpoints, reversible layers) run on ranks that have whole weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,58 @@ class Pair(nn.Module):
         return y[..., :DIM] + y[..., DIM:]
 
 
+class Centered(torch.autograd.Function):
+    """Identity, whose backward needs all of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(-1, keepdim=True)
+
+
+class Switching(Centered):
+    """Switches gradients in its forward, in which they are off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            pass
+        with torch.no_grad():
+            return x * 1.0
+
+
+centered, switching = Centered.apply, Switching.apply
+hidden_away = {"centered": Centered.apply}
+
+
+class Around(Mlp):
+    """A Function between the matrices."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return Centered.apply(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.between(self.a(self.norm(x))).tanh())
+
+
+class Named(Around):
+    def between(self, x: Tensor) -> Tensor:
+        return centered(x)
+
+
+class NamedSwitching(Around):
+    def between(self, x: Tensor) -> Tensor:
+        return switching(x)
+
+
+class LookedUp(Around):
+    def between(self, x: Tensor) -> Tensor:
+        return hidden_away["centered"](x)
+
+
 class Model(nn.Module):
     def __init__(self, layer: type[nn.Module]) -> None:
         super().__init__()
@@ -152,3 +205,15 @@ def test_they_run_whole_on_ranks_that_have_whole_weights(layer: type[nn.Module])
 def test_tensor_parallel_ranks_are_refused_by_name(layer: type[nn.Module]) -> None:
     with pytest.raises(UsageError, match=r"layers\.0 runs modules in backward.*plan with --tp 1"):
         solved(layer, tp=2)
+
+
+@pytest.mark.parametrize("layer", [Around, Named, NamedSwitching, LookedUp])
+def test_functions_are_whole_on_tensor_parallel_ranks_however_they_are_called(layer: type[nn.Module]) -> None:
+    plan = solved(layer, tp=2)
+    reasons = {own.reason for own in (plan.opaque or {}).values()}
+    assert all("called by an `apply` that was looked up before" in reason for reason in reasons)
+    assert bool(reasons) is (layer is LookedUp)
+    expected, reference = backward(layer, None)
+    for found, gradients in run_ranks(2, backward, layer, plan):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert max(relative_errors(gradients, reference).values()) < 1e-5

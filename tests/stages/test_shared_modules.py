@@ -39,6 +39,35 @@ class Angles(nn.Module):
         return torch.outer(positions, self.frequencies.to(x.device)).cos()
 
 
+class TwoAngles(nn.Module):
+    """Cosines of angles of two kinds, near and far, each with frequencies of its own; without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind, base in (("near", 10.0), ("far", 100.0)):
+            self.register_buffer(kind, base ** -torch.arange(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        return torch.outer(positions, getattr(self, kind).to(x.device)).cos()
+
+
+class Kinds(Stack):
+    """A model whose root makes both tables, of which a layer is given one: the last layer alone the far one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = TwoAngles()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        tables = {kind: self.angles(x, kind) for kind in ("near", "far")}
+        for index, layer in enumerate(self.layers):
+            x = layer(x * tables["far" if index == 3 else "near"])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 class LearnedAngles(nn.Module):
     """Cosines of angles by position, of a learned frequency."""
 
@@ -101,3 +130,8 @@ def test_a_shared_weight_gets_the_gradients_of_all_stages(build: Any, degrees: d
 def test_a_layer_ends_where_it_gives_its_output(build: Any, virtual: int) -> None:
     """Not where another layer calls what it shares with it."""
     assert_solved_as_one_process(build, stages=2, gpus=2, virtual=virtual)
+
+
+@pytest.mark.parametrize("how", [{}, {"virtual": 2}], ids=str)
+def test_a_table_that_no_layer_of_a_stage_reads(how: dict[str, Any]) -> None:
+    assert_solved_as_one_process(Kinds, stages=2, gpus=2, **how)

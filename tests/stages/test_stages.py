@@ -249,6 +249,18 @@ def test_another_length_is_refused_before_anything_runs() -> None:
     assert len(set(run_ranks(2, longer, solved(Stack, stages=2, gpus=2)))) == 1
 
 
+def without_loss(plan: PipelinePlan) -> str:
+    model = tpplan.apply_plan(Stack(), plan)
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)))
+    with pytest.raises(UsageError, match=r"must be a function of \(outputs, inputs\), and is None") as error:
+        model.step(micro_batches, None)  # type: ignore[operator]
+    return str(error.value)
+
+
+def test_a_step_without_a_loss_is_refused_before_anything_runs() -> None:
+    assert len(set(run_ranks(2, without_loss, solved(Stack, stages=2, gpus=2)))) == 1
+
+
 def reductions(plan: PipelinePlan) -> int:
     """How often a step sums gradients over tp ranks."""
     calls = []

@@ -69,13 +69,25 @@ def warn_of_hooks(model: nn.Module, plan: Plan) -> None:
     where tensor-parallel ranks would give them slices and summands."""
     if plan.mesh.tp == 1 or dist.get_backend() == "fake":
         return
-    known = {id(hook) for module in model.modules() for hook in _hooks(module)}
+    known = frozenset(id(hook) for module in model.modules() for hook in _hooks(module))
+    warning = _HookWarning(known)
+    warning.handle = model.register_forward_pre_hook(warning)
 
-    def warn(model: nn.Module, _args: object) -> None:
+
+@final
+@dataclass(slots=True, eq=False)
+class _HookWarning:
+    """A forward pre-hook of the root. `known` are the ids of hooks that were there before."""
+
+    known: frozenset[int]
+    handle: RemovableHandle | None = None
+
+    def __call__(self, model: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
-        handle.remove()
-        hooked = (name for name, own in model.named_modules() if any(map(is_of_user, _hooks(own))))
+        assert self.handle is not None
+        self.handle.remove()
+        hooked = (name for name, own in model.named_modules() if any(map(self._is_of_user, _hooks(own))))
         if (name := next(hooked, None)) is not None:
             warnings.warn(
                 f"module {name or ROOT} has a hook that was registered after apply_plan: under tensor parallelism it "
@@ -84,11 +96,9 @@ def warn_of_hooks(model: nn.Module, plan: Plan) -> None:
                 stacklevel=2,
             )
 
-    def is_of_user(hook: Any) -> bool:
+    def _is_of_user(self, hook: Any) -> bool:
         module = str(getattr(hook, "__module__", None) or type(hook).__module__)
-        return id(hook) not in known and module.partition(".")[0] not in ("torch", "tpplan")
-
-    handle = model.register_forward_pre_hook(warn)
+        return id(hook) not in self.known and module.partition(".")[0] not in ("torch", "tpplan")
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

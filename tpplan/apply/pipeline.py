@@ -153,10 +153,12 @@ class Pipeline:
         returned on every rank, for the micro-batches of its replica.
 
         micro_batches: this rank's, as many as planned, the same on all stages (PipelinePlan.batch_for). loss(outputs,
-        inputs) runs on the last stage. Raises UsageError, before anything runs, for another number of micro-batches or
-        other shapes than planned, and in the first step on all stages where theirs differ.
+        inputs) runs on the last stage. Raises UsageError, before anything runs, for a loss that cannot be called, for
+        another number of micro-batches or other shapes than planned, and in the first step on all stages where theirs
+        differ.
         """
         given = self._checked(micro_batches)
+        _check_loss(loss)
         for runner in self.runners:
             runner.begin(given, loss)
         schedule = self._schedule()
@@ -182,6 +184,7 @@ class Pipeline:
         """The mean loss of micro-batches of the planned shapes, without a backward; on every rank. Any number of them,
         the same on all stages."""
         given = self._checked(micro_batches)
+        _check_loss(loss)
         total = torch.zeros((), device=self.device)
         for micro_batch in given:
             for runner in self.runners:
@@ -289,6 +292,14 @@ class Pipeline:
             total += value.detach().float()
         dist.broadcast(total, group=self.group, group_src=self.plan.parts - 1)
         return total
+
+
+def _check_loss(loss: object) -> None:
+    if not callable(loss):
+        raise UsageError(
+            f"the loss of a step must be a function of (outputs, inputs), and is {loss!r}; where the model returns its "
+            'own, it is lambda outputs, inputs: outputs["loss"], say'
+        )
 
 
 @final

@@ -104,7 +104,8 @@ def _handed_on(graph: ModelGraph) -> dict[str, str]:
     for node in graph.ops:
         if node.target.startswith("aten.to.") and node.operands:
             given, made = node.operands[0], node.results[0]
-            if graph.values[given] == replace(graph.values[made], name=given):
+            other = graph.values[made]
+            if graph.values[given] == replace(other, name=given, is_read=graph.values[given].is_read):
                 found[made] = found.get(given, given)
     return found
 

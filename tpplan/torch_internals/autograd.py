@@ -1,7 +1,10 @@
 """Autograd: the running backward and its end, torch.autograd.Function, hooks on saved tensors."""
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
+from types import BuiltinMethodType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -71,6 +74,7 @@ def below_autograd() -> contextlib.AbstractContextManager[object]:
 def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
     """Makes cls.apply(...) of every autograd Function call run(cls, apply, ...), `apply` being torch's own for cls.
 
+    So do names of a Function's own file for its `apply` (`f = cls.apply`), which keep torch's when that is replaced.
     Function.apply is a Python method up to torch 2.13, and a C method from 2.14 on.
     """
     own = vars(Function)["apply"]
@@ -78,8 +82,47 @@ def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return run(cls, own.__get__(None, cls), *args, **kwargs)
 
-    with patch.object(Function, "apply", classmethod(apply)):
+    with patch.object(Function, "apply", classmethod(apply)), contextlib.ExitStack() as patched:
+        for cls in dict.fromkeys(_defined_elsewhere(Function)):
+            names = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+            bound = {name: cls.apply for name, value in names.items() if _is_apply_of(value, cls)}
+            if bound:
+                patched.enter_context(patch.dict(names, bound))
         yield
+
+
+def _is_apply_of(value: object, cls: type[Function]) -> bool:
+    is_method = isinstance(value, MethodType | BuiltinMethodType)
+    return is_method and getattr(value, "__self__", None) is cls and getattr(value, "__name__", "") == "apply"
+
+
+@contextlib.contextmanager
+def forwards_seen_by(see: Callable[[type[Function]], None]) -> Iterator[None]:
+    """Calls see(cls), which may raise, before the forward of an autograd Function runs that neither torch nor tpplan
+    defines. cls is the class that defines it, of which the Function that runs may be a subclass."""
+    with contextlib.ExitStack() as patched:
+        for cls in dict.fromkeys(_defined_elsewhere(Function)):
+            own = vars(cls)["forward"].__func__
+            patched.enter_context(patch.object(cls, "forward", staticmethod(_seen(own, functools.partial(see, cls)))))
+        yield
+
+
+def _defined_elsewhere(base: type[Function]) -> Iterator[type[Function]]:
+    """Yields the subclasses, at any depth, with a static forward of their own, but torch's and tpplan's."""
+    for cls in base.__subclasses__():
+        is_elsewhere = cls.__module__.partition(".")[0] not in ("torch", "tpplan")
+        if is_elsewhere and isinstance(vars(cls).get("forward"), staticmethod):
+            yield cls
+        yield from _defined_elsewhere(cls)
+
+
+def _seen(forward: Callable[..., Any], see: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        see()
+        return forward(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager

@@ -233,10 +233,9 @@ class GraphReader:
         if node.target is operator.getitem:
             container = names[node.args[0].name]
             return container[node.args[1]] if isinstance(container, tuple) else None
-        if node.target is SET_GRAD_ENABLED:
-            self.with_gradient = bool(node.args[0])
-            return None
-        if node.target in AUTOCAST_ENDS:  # dtypes of results say what autocast did
+        # Not by the switches, which are recorded, as an autograd.Function's forward has gradients off without one.
+        self.with_gradient = bool(node.meta.get(DIFFERENTIATED, True))
+        if node.target is SET_GRAD_ENABLED or node.target in AUTOCAST_ENDS:  # dtypes say what autocast did
             return None
         if is_higher_order(node.target):
             raise ModelError(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import SourceKind
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.autograd import functions_run_by, saved_hooks_seen_by
+from tpplan.torch_internals.autograd import forwards_seen_by, functions_run_by, saved_hooks_seen_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, more_shapes_known, only_writes
@@ -373,7 +373,9 @@ def _running_line() -> str:
 @contextlib.contextmanager
 def _functions_marked_whole() -> Iterator[None]:
     """Marks operands and results of the model's autograd.Functions, so that they stay whole on every rank: a trace does
-    not see their backward, which may do anything. Raises ModelError for one that reads weights it is not given."""
+    not see their backward, which may do anything. Raises ModelError for one that reads weights it is not given, and for
+    one that code calls by an `apply` which it looked up before."""
+    running: list[type[torch.autograd.Function]] = []
 
     def marked(cls: type[torch.autograd.Function], apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_own_code_running() or keeps_inputs(cls):
@@ -382,7 +384,11 @@ def _functions_marked_whole() -> Iterator[None]:
             return _checkpointed(*args)
         given, named = pytree.tree_map(_whole, (args, kwargs))
         last = next(reversed(recorder().tracer.graph.nodes), None) if is_recording() else None
-        found = apply(*given, **named)
+        running.append(cls)
+        try:
+            found = apply(*given, **named)
+        finally:
+            running.pop()
         if last is not None and _reads_more(last):
             raise ModelError(
                 f"autograd.Function {cls.__name__} reads weights, or tensors with a gradient, that it is not given, as "
@@ -391,7 +397,14 @@ def _functions_marked_whole() -> Iterator[None]:
             )
         return pytree.tree_map(_whole, found)
 
-    with functions_run_by(marked):
+    def see(cls: type[torch.autograd.Function]) -> None:
+        if not any(issubclass(own, cls) for own in running):
+            raise ModelError(
+                f"autograd.Function {cls.__name__} is called by an `apply` that was looked up before, as in "
+                f"`f = {cls.__name__}.apply`, where no trace sees its backward: call {cls.__name__}.apply(...)"
+            )
+
+    with functions_run_by(marked), forwards_seen_by(see):
         yield
 
 

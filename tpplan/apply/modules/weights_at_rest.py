@@ -27,7 +27,7 @@ def keep_at_rest(model: nn.Module, reduced: Iterable[tuple[nn.Module, str]]) -> 
         joined_name(names[id(module)], own): (own_parameters(module), own)
         for module, own in (of_model if every else reduced)
     }
-    check = _OwnWeights(tuple((label, *slot) for label, slot in slots.items()), is_gathered=every)
+    check = OwnWeights(tuple((label, *slot) for label, slot in slots.items()), is_gathered=every)
     model.register_forward_pre_hook(check, prepend=True)
     if every:
         model.register_forward_hook(_free_gathered)
@@ -35,7 +35,7 @@ def keep_at_rest(model: nn.Module, reduced: Iterable[tuple[nn.Module, str]]) -> 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class _OwnWeights:
+class OwnWeights:
     """A forward pre-hook of the root. `slots` are a parameter's name, the table that has it, and its name there."""
 
     slots: tuple[tuple[str, Mapping[str, Tensor | None], str], ...]
