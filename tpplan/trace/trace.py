@@ -43,6 +43,7 @@ from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
+from tpplan.trace.hooks.loss_on_slices import LossOnSlices
 from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import Kept, LeftBehind, with_carried
 from tpplan.trace.noted_calls import CallNotes, digest, naming_modules
@@ -155,7 +156,10 @@ class _Step(nn.Module):
             with custom_ops.OwnOperators():
                 outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
             self.behind.end(self.model)
-            return self.loss(outputs, inputs) if self.loss is not None else outputs
+            if self.loss is None:
+                return outputs
+            with LossOnSlices():
+                return self.loss(outputs, inputs)
 
 
 def trace(
