@@ -117,6 +117,7 @@ ASKING: dict[str, Between] = {
     "GPUs": lambda _, h: chosen(torch.cuda.device_count() == 0, h),
     "a device context": in_a_device_context,
     "made on devices": made_on_devices,
+    "moves modules": lambda mlp, h: F.relu(h) if mlp.down.to(h.device).cpu().to(device="cpu") is mlp.down else h,
 }
 
 

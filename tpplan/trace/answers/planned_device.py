@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.core.errors import ModelError, PlanError
@@ -300,6 +300,8 @@ def _answers(
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         asks = "asks for the address of a tensor's storage, which differs on each rank"
         yield storage, "data_ptr", _refusal(asks, refused)
+    yield nn.Module, "to", _staying(planned.type)
+    yield nn.Module, planned.type, lambda module, *_, **__: module
     is_gpu = planned.type == "cuda"
     yield torch.cuda, "is_available", lambda: is_gpu
     yield torch.accelerator, "is_available", lambda: is_gpu
@@ -336,6 +338,22 @@ def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]
         raise ModelError(problem)
 
     return refuse
+
+
+def _staying(device_type: str) -> Callable[..., nn.Module]:
+    """module.to(...), which leaves a module where it is that is moved to the device on which all are planned."""
+    own = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
+        stays = len(given) == 1 and isinstance(given[0], torch.device | str) and _type_of(given[0]) == device_type
+        return module if stays else own(module, *args, **kwargs)
+
+    return to
+
+
+def _type_of(device: torch.device | str) -> str:
+    return str(device).partition(":")[0]
 
 
 @contextlib.contextmanager
