@@ -55,11 +55,13 @@ class Reversible(torch.autograd.Function):
         y1 = x1 + f(x2)
         y2 = x2 + g(y1)
         ctx.y, ctx.f, ctx.g = (y1.detach(), y2.detach()), f, g
+        f.drawn = torch.get_rng_state()  # type: ignore[assignment]
         return torch.cat((y1, y2), -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (y1, y2), (d1, d2) = ctx.y, gradient.chunk(2, -1)
+        torch.set_rng_state(ctx.f.drawn)
         with torch.enable_grad():
             y1.requires_grad_()
             gy1 = ctx.g(y1)

@@ -197,6 +197,15 @@ class Once(Attribute):
         return h - self.first
 
 
+class KeepsInput(Attribute):
+    """The last step's rows themselves, from the second step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = x - self.rows.mean() if hasattr(self, "rows") else x
+        self.rows = x
+        return super().forward(moved)
+
+
 class Spectral(Model):
     """Buffers that are written from weights."""
 
@@ -257,7 +266,7 @@ class Hidden(nn.Module):
 
 @pytest.mark.parametrize(
     "inner",
-    [Average, ReadFirst, Replaces, PartByPart, Codebook, Handed, Together, Attribute, InPlace, Once],
+    [Average, ReadFirst, Replaces, PartByPart, Codebook, Handed, Together, Attribute, InPlace, Once, KeepsInput],
 )
 def test_where_code_is_not_seen_through_its_buffers_are_found_too(inner: type[Model]) -> None:
     with pytest.raises(

@@ -133,7 +133,7 @@ def _other_code(graph: ModelGraph, kept: Kept, later: ModelGraph, read: Collecti
     """The error for a forward that runs other code once it holds what it has kept."""
     held = [value for value, path in later.held.items() if path in read]
     modules = [node.module for value in held for node in later.consumers.get(value, ())]
-    modules += [graph.producers[kept[path]].module for path in read]
+    modules += [node.module for path in read if (node := graph.producers.get(kept[path])) is not None]
     around = set.intersection(*(set(enclosing(module)) for module in modules))
     path = min(read)
     return CarriedError(

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from tpplan.core.graph import joined_name
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.fakes import (
+    FakeTensor,
     FakeTensorMode,
     ShapeEnv,
     flex_attention_anywhere,
@@ -132,14 +133,17 @@ def _observe(
         backward_code: dict[str, None] = {}
         again: list[nn.Module] = []
         with backward_code_noted(backward_code):
-            ran = _run_forward(module, call, environment, weights, leaves, buffers, make_context, guesses, is_untouched)
+            ran = _run_forward(
+                module, call, environment, weights, leaves, buffers, make_context, guesses, is_untouched, backward_code
+            )
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
         log, kept = ran.log, ran.log.made.live_bytes
         keeps, keeps_results = _living(ran.given), _living(ran.results)
         kept_results = {ran.results[i].key: ran.results[i].num_bytes for i in keeps_results}
         log.restart()
         if ran.ends and any(isinstance(x, Tensor) and x.requires_grad for x in (*leaves, *weights.values())):
-            with make_context(), _guessing(guesses), log, modules_noted(again):  # code in backward may run modules
+            # Code in backward may run modules, and read what the forward has left on them.
+            with make_context(), _with_attributes(ran.attributes), _guessing(guesses), log, modules_noted(again):
                 torch.autograd.backward(tuple(ran.ends), [torch.empty_like(like) for like in ran.ends.values()])
     return OpaqueTrace(
         key=_digest(type(module), call, ran.outputs, ran.forward, log.ran),
@@ -183,6 +187,8 @@ class _ForwardRun:
     buffers: tuple[tuple[str, bool], ...]
     #: the module's parameters after the forward, which as in training stay alive
     parameters: Mapping[str, nn.Parameter]
+    #: each module's attributes after the forward, where that puts code of its own into backward
+    attributes: Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
 def _run_forward(
@@ -195,6 +201,7 @@ def _run_forward(
     make_context: ContextFactory,
     guesses: GuessedValues | None,
     is_untouched: bool,
+    backward_code: Mapping[str, None],
 ) -> _ForwardRun:
     """Runs the module's forward on fake leaves. Raises UnobservableError for what no operator gives or does."""
     # Code may write to its arguments, which is an error of autograd's for leaves; so it is given clones.
@@ -208,7 +215,9 @@ def _run_forward(
     args, kwargs = pytree.tree_unflatten(given, call.spec)
     modules = list(module.modules())
     storages = {name: storage_key(weight) for name, weight in weights.items()}
-    output, after, buffers_after = _call_forward(module, args, kwargs, log, make_context, _guessing(guesses))
+    output, after, buffers_after, attributes = _call_forward(
+        module, args, kwargs, log, make_context, _guessing(guesses), backward_code
+    )
     replaced = {name for name in storages.keys() | after.keys() if _is_replaced(name, storages, weights, after)}
     if pytree.tree_structure((args, kwargs)) != call.spec:
         raise UnobservableError("it changes a list or dict that it is given")
@@ -231,6 +240,7 @@ def _run_forward(
         written=frozenset(name for name in storages if storages[name] in log.written or name in replaced),
         buffers=origins.written(buffers_after, results),
         parameters=after,
+        attributes=attributes,
     )
 
 
@@ -249,9 +259,11 @@ def _call_forward(
     log: OpLog,
     make_context: ContextFactory,
     guessing: contextlib.AbstractContextManager[object],
-) -> tuple[Any, dict[str, nn.Parameter], dict[str, Tensor]]:
-    """A forward's output, and the module's parameters and other tensors after it. Raises UnobservableError where the
-    code asked for what no plan can know, even if it caught the error."""
+    backward_code: Mapping[str, None],
+) -> tuple[Any, dict[str, nn.Parameter], dict[str, Tensor], list[tuple[nn.Module, dict[str, Any]]]]:
+    """A forward's output, and the module's parameters, other tensors and attributes after it; no attributes without
+    code of its own in backward. Raises UnobservableError where the code asked for what no plan can know, even if it
+    caught the error."""
     refused: list[str] = []
     with (
         unfinished_ended(),
@@ -262,13 +274,25 @@ def _call_forward(
         as_planned("cpu", refused.append),
         machine_as_planned(refused.append),
     ):
-        log.origins.start(_attributes(module))
+        held = _attributes(module)
+        log.origins.start(held)
         output = type(module).forward(module, *args, **kwargs)
         after, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        buffers |= _attributes(module)
+        # A new tensor with values, such as a random state, was made by no operator that was seen.
+        found = _attributes(module).items()
+        buffers |= {name: own for name, own in found if name in held or isinstance(own, FakeTensor)}
+        left = [(inner, dict(vars(inner))) for inner in module.modules()] if backward_code else []
     if refused:
         raise UnobservableError(refused[0])
-    return output, after, buffers
+    return output, after, buffers, left
+
+
+@contextlib.contextmanager
+def _with_attributes(left: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+    """Gives modules attributes that they had; whoever enters this puts their own back."""
+    for inner, attributes in left:
+        vars(inner).update(attributes)
+    yield
 
 
 def _guessing(guesses: GuessedValues | None) -> contextlib.AbstractContextManager[object]:
