@@ -13,7 +13,7 @@ seen.
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -27,7 +27,7 @@ from tpplan.apply.modules.input_shapes import OnMismatch
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Plan, Precision, ProofStatus
-from tpplan.torch_internals.modules import is_compiled
+from tpplan.torch_internals.modules import hooks_of, is_compiled
 from tpplan.torch_internals.tensors import without_modes
 from tpplan.trace.noted_calls import CallNotes, Calls, digest, first_difference
 
@@ -69,7 +69,7 @@ def warn_of_hooks(model: nn.Module, plan: Plan) -> None:
     where tensor-parallel ranks would give them slices and summands."""
     if plan.mesh.tp == 1 or dist.get_backend() == "fake":
         return
-    known = frozenset(id(hook) for module in model.modules() for hook in _hooks(module))
+    known = frozenset(id(hook) for module in model.modules() for hook in hooks_of(module))
     warning = _HookWarning(known)
     warning.handle = model.register_forward_pre_hook(warning)
 
@@ -87,7 +87,7 @@ class _HookWarning:
             return
         assert self.handle is not None
         self.handle.remove()
-        hooked = (name for name, own in model.named_modules() if any(map(self._is_of_user, _hooks(own))))
+        hooked = (name for name, own in model.named_modules() if any(map(self._is_of_user, hooks_of(own))))
         if (name := next(hooked, None)) is not None:
             warnings.warn(
                 f"module {name or ROOT} has a hook that was registered after apply_plan: under tensor parallelism it "
@@ -99,11 +99,6 @@ class _HookWarning:
     def _is_of_user(self, hook: Any) -> bool:
         module = str(getattr(hook, "__module__", None) or type(hook).__module__)
         return id(hook) not in self.known and module.partition(".")[0] not in ("torch", "tpplan")
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
-        yield from hooks.values()
 
 
 @final

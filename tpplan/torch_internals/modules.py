@@ -6,7 +6,7 @@ torch.func.functional_call makes the call itself, where tpplan needs a context a
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "group_of",
     "has_backward_hooks",
     "has_forward_hooks",
+    "hooks_of",
     "is_compiled",
     "is_persistent",
     "own_buffers",
@@ -86,6 +87,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """True where hooks see gradients of the module's inputs or outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yields the hooks that see the module's arguments, outputs or their gradients."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        yield from hooks.values()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -175,7 +182,7 @@ def _hooks() -> bool:
     before = has_forward_hooks(module) or has_backward_hooks(module) or is_compiled(module)
     module.register_forward_hook(lambda *_: None)
     module.register_full_backward_hook(lambda *_: None)
-    return not before and has_forward_hooks(module) and has_backward_hooks(module)
+    return not before and has_forward_hooks(module) and has_backward_hooks(module) and len([*hooks_of(module)]) == 2
 
 
 def _in_place() -> bool:
