@@ -124,5 +124,5 @@ def test_a_note_says_by_how_much_gradients_of_a_sum_are_smaller(data_parallel: i
         fsdp=data_parallel,
         tp=2 // data_parallel,
     )
-    said = "the loss is a sum over rows (test_rows.py"
+    said = "the loss is a sum over rows (test_rows_together.py"
     assert any(said in note and note.endswith("one process divided by 2") for note in plan.notes or ()) is is_noted
