@@ -84,10 +84,10 @@ def functions_run_by(run: Callable[..., Any]) -> Iterator[None]:
 
     with patch.object(Function, "apply", classmethod(apply)), contextlib.ExitStack() as patched:
         for cls in dict.fromkeys(_defined_elsewhere(Function)):
-            names = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
-            bound = {name: cls.apply for name, value in names.items() if _is_apply_of(value, cls)}
-            if bound:
-                patched.enter_context(patch.dict(names, bound))
+            file = sys.modules.get(cls.__module__)
+            names = [name for name, value in vars(file).items() if _is_apply_of(value, cls)] if file is not None else ()
+            for name in names:
+                patched.enter_context(patch.object(file, name, cls.apply))
         yield
 
 

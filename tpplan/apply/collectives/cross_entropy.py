@@ -73,6 +73,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
     for rewriter in running_rewriters():
         if isinstance(rewriter, ShardedClasses) and rewriter.holds(logits):
             return vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
+    return _of_whole(logits, targets, ignore_index)
+
+
+def _of_whole(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     loss: Tensor = custom_ops.cross_entropy(logits, targets, ignore_index)
     if is_recording() or torch.compiler.is_compiling():
         return loss
@@ -85,7 +89,7 @@ class _PlainGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return loss.view_as(loss)
+        return loss.clone()  # code may write to it, as in `loss += penalty`
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -99,8 +103,7 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
         group = TpGroup.of(logits.device_mesh.get_group())
         return vocabulary_parallel(logits.to_local(), targets, ignore_index, group)
     if all(placement == Replicate() for placement in placements):
-        whole: Tensor = custom_ops.cross_entropy(logits.to_local(), targets, ignore_index)
-        return whole
+        return _of_whole(logits.to_local(), targets, ignore_index)
     raise UsageError(
         f"cross_entropy: logits of shape {list(logits.shape)} are laid out as {placements}; expected the last dim "
         "sharded on one mesh axis, or replicated. logits.full_tensor() gathers them."
