@@ -106,16 +106,12 @@ def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
 
 
 def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
-    """False where a strategy would cut a group: of a convolution, whose groups of several channels are not sharded part
-    by part either, or of a norm, of which each part has whole groups for each rank."""
+    """False where a strategy would cut a group of channels, or shard groups of several channels part by part."""
     if call.target not in GROUPS or not _shards_groups(call, strategy):
         return True
     groups, layout = call.integer(GROUPS[call.target], "groups", 1), strategy.results[0]
-    num_slices = layout.num_slices(tp)
-    if call.target == GROUP_NORM:
-        channels = call.operands[0].shape[1]
-        return all(part % (channels // groups * num_slices) == 0 for part in layout.parts or (channels,))
-    return groups % num_slices == 0 and (not layout.parts or groups == call.operands[1].shape[0])
+    channels = call.results[0].shape[1] if call.target == GROUP_NORM else call.operands[1].shape[0]
+    return groups % layout.num_slices(tp) == 0 and (not layout.parts or groups == channels)
 
 
 def _shards_groups(call: Call, strategy: Strategy) -> bool:
