@@ -1,4 +1,4 @@
-"""What a model's weights are between forwards: those that the plan placed, in FSDP's shards."""
+"""Keeps a model's weights between forwards as the plan placed them: in FSDP's shards, and no other tensors in place."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ class RowsTogether:
 
 
 def rows_together(graph: ModelGraph) -> RowsTogether:
-    """What the ops of a graph make of rows together."""
+    """Finds the ops of a graph that pair rows, and the one that sums over rows what becomes the loss."""
     return graph.once_for_all_sizes(rows_together, lambda: _rows_together(graph))
 
 

@@ -1,4 +1,4 @@
-"""What a loss does to an output of which a rank has a slice, recorded as the ops on the slice that DTensor runs for it.
+"""Records what a loss does to a sharded output as ops on a rank's slice, as DTensor runs them.
 
 Outside of a model's forward a sharded output is a DTensor. Its ops are not recorded, so a loss that shifts, flattens or
 casts one before it hands it to tpplan.cross_entropy could not be traced.
